@@ -359,6 +359,9 @@ def test_what_differs_from_a_lora_config_is_logged_or_refused(caplog: pytest.Log
     trainer(peft_config=LoraConfig(target_modules=["q_proj"]))
     assert "the vision tower and its projector get no adapter, unless `lora_exclude_modules=[]` is" in caplog.text
     assert "dropout" not in caplog.text
+    caplog.clear()
+    trainer(peft_config=LoraConfig(target_modules=["q_proj", "vision_tower"]))
+    assert "no adapter" not in caplog.text
     unlike = LoraConfig(lora_dropout=0.1, bias="all", use_dora=True, rank_pattern={"a": 4}, task_type="SEQ_CLS")
     named = "`task_type` 'SEQ_CLS', `lora_dropout` 0.1, `bias` 'all', `rank_pattern` {'a': 4}, `use_dora` True"
     with pytest.raises(ConfigError, match=re.escape(f"peft_config has {named}, which adapters here do not have")):

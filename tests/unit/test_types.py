@@ -1,7 +1,9 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
-from rl_vlm.types import Completion, Context, Observation, pad_split
+from rl_vlm.types import Completion, Context, Observation, Prompt, Sample, pad_split
 
 
 def observation(*token_ids: int) -> Observation:
@@ -24,6 +26,15 @@ def test_observations_stand_between_sampled_tokens():
     assert two.observations == {0: second, 1: first}
     assert completion.path_lengths == [5, 6] and completion.num_tokens == 11
     assert completion.observations == [first, second, first]
+
+
+def test_turns_have_lengths_and_what_they_begin_with():
+    first, second = observation(70, 71), observation(80)
+    prompt = Prompt(Sample("s", [], [], {}, ""), torch.tensor([1]), {}, {})
+    completion = trajectory([1, 2, 3, 4, 5, 6], Context((2, first, 1)), Context((second, first, 3)))
+    assert completion.turn_lengths == [2, 1, 3]
+    assert completion.turn_starts(prompt) == [prompt, first, first]
+    assert trajectory([1, 2]).turn_lengths == [2] and trajectory([1, 2]).turn_starts(prompt) == [prompt]
 
 
 def test_a_completion_of_one_turn_is_a_path_of_its_own_tokens():
@@ -86,3 +97,30 @@ def num_nodes(output: torch.Tensor) -> int:
 def test_more_rows_make_no_larger_graph():
     sizes = {num_nodes(pad_split(torch.zeros(rows * 2, requires_grad=True), [2] * rows)) for rows in (1, 3, 50)}
     assert len(sizes) == 1
+
+
+def test_a_turn_after_an_edit_is_in_a_context_of_its_own():
+    """The earlier turn is read again as an observation. The parts of the first context stay as they were."""
+    first, second, again, text = observation(70, 71), observation(80), observation(1, 2), observation(90)
+    completion = trajectory([1, 2, 3], Context((2, first, 1)))
+    paused = replace(completion, pending=second, edited=(again, text, observation(3)))
+    assert paused.length_so_far == 5
+    path = paused.so_far()
+    assert path.token_ids.tolist() == [1, 2, 90, 3, 80] and not path.sampled.any()
+    going_on = paused.continued(torch.tensor([4, 5]), torch.tensor([0.4, 0.5]), "stop", "")
+    assert [path.token_ids.tolist() for path in going_on.paths] == [[1, 2, 70, 71, 3], [1, 2, 90, 3, 80, 4, 5]]
+    assert [path.sampled.tolist() for path in going_on.paths] == [
+        [True, True, False, False, True],
+        [False] * 5 + [True] * 2,
+    ]
+    assert going_on.token_ids.tolist() == [1, 2, 3, 4, 5] and going_on.turn_lengths == [2, 1, 2]
+    assert (going_on.pending, going_on.edited) == (None, ())
+    assert going_on.so_far().token_ids.tolist() == [1, 2, 90, 3, 80, 4, 5]
+
+
+def test_a_part_of_a_completion_has_the_tokens_of_its_contexts():
+    completion = trajectory([1, 2, 3, 4, 5, 6], Context((2,)), Context((observation(70), 1)), Context((3,)))
+    part = completion.part(range(1, 3))
+    assert [path.token_ids.tolist() for path in part.paths] == [[70, 3], [4, 5, 6]]
+    assert part.token_ids.tolist() == [3, 4, 5, 6] and len(part.generator_logprobs) == 4
+    assert (completion.span(range(1)), completion.span(range(1, 3))) == (slice(0, 2), slice(2, 6))

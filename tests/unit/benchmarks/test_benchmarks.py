@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 
 from benchmarks import (
     batch_memory,
+    edited_contexts,
     patch_embed,
     report,
     scaling,
@@ -21,8 +22,11 @@ from benchmarks import (
     sharding,
     sharding_tables,
     sides,
+    slow_tools,
+    start_proof,
     train_step,
     trajectories,
+    video,
     vision_apart,
     whole_run,
     whole_run_sides,
@@ -202,6 +206,27 @@ def test_flops_of_trajectories_are_those_that_torch_counts(training, tmp_path):
     found = differences(*sides)
     assert found["loss"] < 1e-5
     assert found["gradient"] < 1e-4
+
+
+def test_flops_of_a_video_are_those_that_torch_counts(tmp_path):
+    """All sides have the same gradients too. The model's own forward encodes the video for each completion."""
+    arguments = "--shape toy --image-tokens 192 --num-frames 8 --num-generations 3 --completion-tokens 12".split()
+    args = video.parse(arguments)
+    setup = video.COMPARED.setup(args, tmp_path)
+    assert setup.group.group.prompt.mm_inputs["video_grid_thw"].tolist() == [[4, 12, 16]]
+    sides = {name: make(setup, tmp_path / name) for name, make in video.COMPARED.sides.items()}
+    for name, expected in video.COMPARED.flops(args).items():
+        assert counted_flops(sides[name].run) == pytest.approx(expected, rel=0.06)
+    assert differences(sides["shared"], sides["dense"])["gradient"] < 1e-4
+    assert differences(own_side(setup, True, bans=False), sides["plain"])["gradient"] < 1e-4
+
+
+@pytest.mark.slow
+def test_video_against_the_models_own_forward():
+    arguments = "--shape toy --image-tokens 192 --num-frames 8 --num-generations 2 --repeats 1".split()
+    result = video.COMPARED.measure(video.parse([*arguments, "--completion-tokens", "9"]))
+    assert "plain over shared: time" in video.COMPARED.table(result)
+    assert "vs plain, 192 video tokens, G = 2" in report.compared_table([result])
 
 
 @pytest.mark.parametrize("shape", [TOY, TOY_HYBRID], ids=["attention", "hybrid"])
@@ -428,13 +453,34 @@ def test_train_step_against_trl(tmp_path: Path):
 @pytest.mark.slow
 def test_trajectories_against_trl():
     arguments = "--shape toy --image-tokens 24 --observed-image-tokens 12 --num-generations 2 --repeats 1".split()
-    result = trajectories.measure(trajectories.parse([*arguments, "--completion-tokens", "9"]))
+    result = trajectories.COMPARED.measure(trajectories.parse([*arguments, "--completion-tokens", "9"]))
     for peer in ("dense", "trl"):
         assert result["differences"][peer]["gradient"] < 1e-4
         assert result["counted_flops"][peer] == pytest.approx(result["flops"][peer], rel=0.1)
         assert result["share_of_ceiling"][peer] > 0
-    assert "trl over shared: time" in trajectories.table(result)
-    assert "vs trl, G = 2" in report.trajectories_table([result])
+    assert "trl over shared: time" in trajectories.COMPARED.table(result)
+    assert "vs trl, G = 2" in report.compared_table([result])
+
+
+def test_edited_contexts_have_the_gradients_of_contexts_apart(tmp_path: Path):
+    arguments = "--shape toy --turns 6 --keep-images 1 --edit-every 2 --num-generations 2 --image-tokens 24".split()
+    arguments += ["--micro-batch-tokens", "300"]
+    episodes = edited_contexts.Episodes(edited_contexts.parse([*arguments, "--observed-image-tokens", "12"]), tmp_path)
+    first = episodes.edited.group.completions[0]
+    assert [sum(isinstance(part, int) for part in context.parts) for context in first.contexts] == [2, 2, 2]
+    shared, cut, apart, whole = (episodes.gradients(side) for side in edited_contexts.NAMES)
+    assert max((side - apart).norm() for side in (shared, cut)) <= 1e-5 * apart.norm()
+    assert (whole - apart).norm() >= 1e-2 * apart.norm()
+    assert [len(each.group.completions) for each in edited_contexts.contexts_apart(episodes.edited)] == [1] * 6
+
+
+@pytest.mark.ci
+def test_an_engine_waits_less_for_slow_tools_if_trajectories_advance_alone():
+    arguments = "--prompts 2 --num-generations 4 --turn-seconds 0.1 --median 0.05 --fastest 0.01 --slowest 1".split()
+    result = slow_tools.measure(slow_tools.parse(arguments))
+    waves, alone = (result["sides"][side] for side in ("in waves", "independently"))
+    assert alone["engine_waits"] < waves["engine_waits"] < 1
+    assert "| independently |" in slow_tools.table(result)
 
 
 def test_a_stage_does_not_count_the_stages_within_it(monkeypatch: pytest.MonkeyPatch):
@@ -509,3 +555,9 @@ def test_flops_of_a_rollout_are_those_that_torch_counts(tmp_path):
     request = RolloutRequest("group", setup.new_group().group.prompt)
     counted = counted_flops(lambda: engine.generate([request], Sampling(3, 6, temperature=1.0, seed=0)))
     assert rollout_flops(model_config(TOY), work, num_prefills=1) == pytest.approx(counted, rel=0.01)
+
+
+def test_the_flops_of_a_proof_are_those_that_torch_counts():
+    """The CPU kernel of masked attention computes all pairs of tokens. The arithmetic counts the seen ones."""
+    found = start_proof.proof_of_shape("toy")
+    assert 1.0 < found["flops"] / start_proof.proof_flops(model_config(TOY), start_proof.CHECKED) < 1.15

@@ -41,5 +41,5 @@ def test_curves_are_drawn_without_images(tmp_path: Path):
 
 
 def test_the_page_has_the_tables_of_the_records():
-    assert set(gallery.records()) == {"grounding", "digits", "large", "collapsed"}
+    assert set(gallery.records()) == {"grounding", "digits", "look_closer", "large", "collapsed"}
     assert gallery.update_page(gallery.PAGE.read_text()) == gallery.PAGE.read_text()

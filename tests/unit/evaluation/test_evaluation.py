@@ -1,4 +1,5 @@
 import sys
+from dataclasses import replace
 from io import StringIO
 from itertools import combinations
 from time import monotonic
@@ -6,15 +7,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from rewards.text import answer_text
-from rl_vlm.errors import ConfigError
+from rl_vlm.errors import ConfigError, RolloutError
 from rl_vlm.evaluation.directory import Chunk
-from rl_vlm.evaluation.evaluator import Throughput
+from rl_vlm.evaluation.evaluator import Throughput, check_sampled
 from rl_vlm.evaluation.figures import bootstrap_interval, majority_at, pass_at, summarise, summarise_by
 from rl_vlm.evaluation.options import checkpoint_names
 from rl_vlm.log.completions import answer
 from rl_vlm.log.progress_bar import ProgressBar
+from rl_vlm.types import NO_TOKENS, Group, Prompt, Sample
 
 
 def pass_at_by_definition(scores: list[float], k: int) -> float:
@@ -161,3 +164,14 @@ def test_the_bar_shows_prompts_and_throughput(monkeypatch):
     last = terminal.getvalue().split("\r")[-1]
     assert "3/4" in last
     assert "completions/s=1.0, tokens/s=4.0" in last
+
+
+def test_an_evaluation_ends_if_the_last_server_is_lost() -> None:
+    prompt = Prompt(Sample("s", [], [], {}, ""), torch.tensor([1]), {}, {})
+
+    def group(fault: str) -> Group:
+        return Group("g", prompt, [NO_TOKENS, replace(NO_TOKENS, finish_reason="fault", fault=fault)], 0)
+
+    check_sampled([group("timeout: no answer")])
+    with pytest.raises(RolloutError, match=r"^http://a does not answer\.$"):
+        check_sampled([group("timeout: no answer"), group("server: http://a does not answer.")])

@@ -16,6 +16,7 @@ from rl_vlm.evaluation.difficulty import success_rates, write_selected_rows
 from rl_vlm.evaluation.directory import Chunk, EvaluationDirectory
 from rl_vlm.evaluation.options import SuccessRange, success_range
 from rl_vlm.reward.suite import RewardSuite
+from rl_vlm.types import Sample
 
 FIRST = Chunk([{"row": 0, "reward": 0.1}, {"row": 1, "reward": None}], {"exact_match/nan": 1})
 SECOND = Chunk([{"row": 2, "reward": 1.0}], {})
@@ -66,10 +67,15 @@ def noise(seed: int) -> Image.Image:
     return Image.fromarray(np.random.default_rng(seed).integers(256, size=(4, 6, 3), dtype=np.uint8))
 
 
+def of_images(*images: Image.Image) -> Sample:
+    return Sample("row", [], list(images), {}, "")
+
+
 def test_small_copies_of_images_are_written_once(tmp_path):
     files, scan, other = directory(tmp_path), Image.new("RGB", (900, 600), "red"), noise(1)
-    names = files.write_images([scan, other])
-    assert files.write_images([scan.copy()]) == names[:1] and files.write_images([]) == []
+    names = files.write_images(of_images(scan, other))["images"]
+    assert files.write_images(of_images(scan.copy())) == {"images": names[:1]}
+    assert files.write_images(of_images()) == {"images": []}
     written = [files.path / name for name in names]
     assert sorted((files.path / "images").iterdir()) == sorted(written)
     assert [Image.open(path).size for path in written] == [(448, 299), other.size]

@@ -283,6 +283,8 @@ def test_serve_uses_settings_of_vllm_whatever_the_engine(config, monkeypatch):
 def test_serve_stays_until_it_is_stopped_or_a_server_ends(end, status, config, capsys, monkeypatch):
     from transformers import Qwen2_5_VLConfig
 
+    from rl_vlm.data import prompts
+    from rl_vlm.rollout import build
     from rl_vlm.rollout.vllm import arguments
     from rl_vlm.rollout.vllm import process as vllm_process
 
@@ -294,6 +296,8 @@ def test_serve_stays_until_it_is_stopped_or_a_server_ends(end, status, config, c
 
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(arguments, "checkpoint_config", lambda *_: Qwen2_5_VLConfig())
+    monkeypatch.setattr(prompts, "load_processor", lambda *_: None)  # the model is on the hub
+    monkeypatch.setattr(build, "builder_for", lambda *_: None)
     monkeypatch.setattr(vllm_process, "start_servers", lambda *_: [Server()])
     monkeypatch.setattr(vllm_process, "wait_until_healthy", lambda servers, *_: servers[0].seen.append("healthy"))
     monkeypatch.setattr(vllm_process, "stop_servers", lambda servers: servers[0].seen.append("stopped"))

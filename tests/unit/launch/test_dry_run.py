@@ -242,7 +242,7 @@ def test_a_checkpoint_to_resume_that_is_not_there(capsys):
     [
         (
             {"config.json": {"model_type": "llama"}},
-            "bad has model_type 'llama', which is not supported; supported: aya",
+            "bad has model_type 'llama', which is not supported: config.json has no part for a vision tower",
         ),
         ({}, "bad/config.json cannot be read"),
         ({"config.json": [1]}, "bad/config.json holds no JSON object"),

@@ -38,6 +38,10 @@ def output(text: str, tmp_path: Path, capsys, *words: str) -> str:
         ("NPROC_PER_NODE=$N " + SWIFT + "--per_device_train_batch_size 16",
          ["  per_device_train_batch_size: 16",
           "# - the number of processes is not written as a number, so batches are those of a process"]),
+        ("FPS=1 NFRAMES=8 FPS_MIN_FRAMES=2 FPS_MAX_FRAMES=32 VIDEO_MIN_PIXELS=784 VIDEO_MAX_PIXELS=50176 "
+         "VIDEO_TOTAL_PIXELS=900000 " + SWIFT,
+         ["  fps: 1", "  num_frames: 8", "  min_frames: 2", "  max_frames: 32", "  video_min_pixels: 784",
+          "  video_max_pixels: 50176", "  video_total_pixels: 900000"]),
         (SWIFT + "--learning_rate $LR", ["# - ${LR}: in learning_rate of the script, which is not written here"]),
         ("LR=3e-6\n" + SWIFT + "--learning_rate ${LR:-1}", ["  learning_rate: 3.0e-06"]),
         (SWIFT + "--learning_rate ${LR:-2e-6}", ["  learning_rate: 2.0e-06"]),
@@ -63,7 +67,19 @@ def output(text: str, tmp_path: Path, capsys, *words: str) -> str:
           "one in the loss"]),
         (EASYR1 + "algorithm.kl_coef=0.01 algorithm.use_kl_loss=true", ["  beta: 0.01"]),
         (VERL + "algorithm.adv_estimator=gae", ["# - line 1: algorithm.adv_estimator: gae: advantages are GRPO's; see "
-                                                "`algorithm.scale_rewards`"]),
+                                                "`algorithm.scale_rewards` and `algorithm.turn_advantages`"]),
+        (VERL + "algorithm.adv_estimator=gigpo algorithm.gamma=0.95 algorithm.gigpo.step_advantage_w=0.5 "
+         "algorithm.gigpo.mode=mean_norm env.env_name=Sokoban env.max_steps=15 env.rollout.n=4",
+         ["  turn_advantages: gigpo", "  turn_discount: 0.95", "  turn_weight: 0.5", "  scale_rewards: none",
+          "  max_turns: 15", "  num_generations: 4"]),
+        (VERL + "algorithm.adv_estimator=gigpo env.env_name=Sokoban env.history_length=4",
+         ["# - line 1: env.env_name: Sokoban: write `rollout.environment`, with `rollout.environment_protocol: steps`; "
+          "arguments are `rollout.environment_kwargs`",
+          "# - line 1: env.history_length: 4: leave it out: the model sees the whole conversation at every turn"]),
+        (VERL + "algorithm.gamma=0.95",
+         ["# - line 1: algorithm.gamma: 0.95: the advantage of a completion is that of its tokens"]),
+        (VERL + "rollout_manager.max_turns=3 rollout_manager.n_trajectory=4 rollout_manager.use_service=True",
+         ["  max_turns: 3", "  num_generations: 4"]),
         (VERL + "custom_reward_function.path=r.py +custom_reward_function.reward_kwargs.scale=2",
          ["  - function: r.py:compute_score", "      scale: 2"]),
     ],

@@ -62,6 +62,8 @@ def test_known_python_warnings_are_dropped_and_others_stay():
             warnings.warn("`torch.distributed.reduce_op` is deprecated, please use …", FutureWarning, stacklevel=1)
             warnings.warn("`torch.distributed.reduce_op` is deprecated, please use …", UserWarning, stacklevel=1)
             warnings.warn("`torch.reduce_op` is deprecated", FutureWarning, stacklevel=1)
+            tied = "Model has `tie_word_embeddings=True` and a tied layer is part of the adapter, but"
+            warnings.warn(f"{tied} `ensure_weight_tying` is not set to True.", UserWarning, stacklevel=1)
     assert [(each.category, str(each.message)[:20]) for each in caught] == [
         (UserWarning, "`torch.distributed.r"),
         (FutureWarning, "`torch.reduce_op` is"),

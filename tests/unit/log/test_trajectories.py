@@ -57,7 +57,7 @@ def test_columns_of_a_trajectory() -> None:
     call = {"name": "crop", "arguments": {"box": [1, 2, 3, 4]}}
     assert json.loads(first["turns"]) == [
         {"text": "Let me see. <call>", "calls": [call, call], "results": [
-            {"text": "the crop", "images": 1, "error": None, "seconds": 0.25},
+            {"text": "the crop", "images": 1, "digests": ["907f9212c25f89db"], "error": None, "seconds": 0.25},
             {"text": "no such box", "images": 0, "error": "no such box", "seconds": 0.0},
         ]},
         {"text": "<cal", "calls": [], "results": [
@@ -65,6 +65,19 @@ def test_columns_of_a_trajectory() -> None:
         ]},
         {"text": "It is 7.", "calls": [], "results": []},
     ]  # fmt: skip
+
+
+def test_turns_have_their_rewards_and_advantages() -> None:
+    one = group()
+    first, second = one.group.completions
+    first = replace(
+        first, turns=tuple(replace(turn, reward=r) for turn, r in zip(TURNS, (1.0, None, 0.5), strict=True))
+    )
+    advantages = [torch.tensor([0.25, -0.5, 1.0]), torch.tensor([0.0])]
+    one = replace(one, group=replace(one.group, completions=[first, second]), turn_advantages=advantages)
+    turns, (only,) = (json.loads(row["turns"]) for row in completion_rows(0, [one], table_of(2)))
+    assert [(turn.get("reward"), turn["advantage"]) for turn in turns] == [(1.0, 0.25), (None, -0.5), (0.5, 1.0)]
+    assert (only.get("reward"), only["advantage"]) == (None, 0.0)
 
 
 def test_completions_of_single_turns_have_no_such_columns() -> None:
@@ -87,10 +100,17 @@ def test_few_observed_images_are_kept(tmp_path: Path) -> None:
     sample = Sample("row", [], [], {}, "")
     keep = PromptImages(tmp_path / "images", num_prompts=1).of_completion(sample, 1)
     assert keep is not None
-    assert [len(keep([SEEN, OTHER, SEEN])), len(keep([OTHER, SEEN]))] == [3, 1]
+    assert [len(keep(files)) for files in ([SEEN, OTHER, SEEN], [OTHER] * 10, [SEEN] * 5, [SEEN])] == [3, 10, 3, 0]
     assert len(list((tmp_path / "images").iterdir())) == 2
     assert PromptImages(tmp_path, num_prompts=1).of_completion(sample, 2) is None
     assert PromptImages(tmp_path, num_prompts=10**12).of_completion(sample, 0) is None
+
+
+def test_large_observed_images_are_kept_up_to_their_pixels(tmp_path: Path) -> None:
+    keep = PromptImages(tmp_path / "images", num_prompts=1).of_completion(Sample("row", [], [], {}, ""), 0)
+    # copies of 448 x 448 and of 448 x 224 pixels
+    square, wide = png(noise_image(600, 600, seed=1)), png(noise_image(900, 450, seed=1))
+    assert keep is not None and [len(keep(files)) for files in ([square] * 3, [wide] * 3, [wide, SEEN])] == [3, 2, 0]
 
 
 TEXT = "-> Let me see. <call>\n<- <image> the crop\n<- [error] no such box\n-> <cal\n<- [error] not JSON\n-> It is 7."
@@ -121,6 +141,17 @@ def test_calls_are_counted_as_trl_counts_them() -> None:
     assert found["environment/turns"] == (3 + 1) / 2
     assert found["environment/observed_tokens"] == (6 + 0) / 2
     assert found["completions/mean_length"] == (6 + 7) / 2  # sampled tokens
+
+
+def test_steps_that_failed_are_counted() -> None:
+    fine, failed = ToolResult([], ()), ToolResult([], (), "no such action")
+    turns = (Turn("a", "a", (), (fine,), 0.5), Turn("b", "b", (), (failed,), 0.0), Turn("c", "c"))
+    one = group()
+    completions = [replace(completion, turns=turns) for completion in one.group.completions]
+    assert (
+        metrics_of(replace(one, group=replace(one.group, completions=completions)))["environment/failed_steps"] == 0.5
+    )
+    assert "environment/failed_steps" not in metrics_of(one)
 
 
 def test_calls_of_the_last_turn_are_not_run_and_not_counted() -> None:

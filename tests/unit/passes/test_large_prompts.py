@@ -1,17 +1,20 @@
 """Prompts beyond the token budget: which they are, and what is said of them."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
 
+from rl_vlm.data.frames import frames_as_images
 from rl_vlm.distributed.collectives import SingleRank
 from rl_vlm.errors import DataError
 from rl_vlm.model.vision import VisionEncoder
 from rl_vlm.passes.budget import PlannedBudget, TokenBudget
 from rl_vlm.passes.large_prompts import LargePrompts
-from rl_vlm.types import Progress, Prompt, Sample
+from rl_vlm.types import Progress, Prompt, Sample, Video
 from tests.unit.model.test_vision import make_encoder
 
 PIXELS_PER_PATCH, PATCHES_PER_TOKEN = 196, 4
@@ -27,7 +30,9 @@ class Tower(VisionEncoder):
     """Patches of 14 x 14 pixels, four of which make one token of the prompt."""
 
     def pixels(self, prompt: Prompt) -> int:
-        return sum(image.width * image.height for image in prompt.sample.images)
+        """Two frames of a video count once."""
+        of_videos = sum(video.frames[::2, ..., 0].size for video in prompt.sample.videos)
+        return sum(image.width * image.height for image in prompt.sample.images) + of_videos
 
     def placeholders(self, prompts: Sequence[Prompt]) -> list[int]:
         return [self.pixels(p) // (PIXELS_PER_PATCH * PATCHES_PER_TOKEN) for p in prompts]
@@ -116,3 +121,36 @@ def test_under_auto_the_first_is_warned_of(caplog):
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.startswith("rows, row 3: Sample a: its prompt and one token of a completion have 61 tokens")
     assert line.endswith("A micro-batch with such a prompt may not fit in memory.")
+
+
+def test_frames_of_videos_are_named_with_their_own_setting():
+    frames = np.zeros((4, 140, 280, 3), dtype=np.uint8)
+    clip = Video(frames, (0, 1, 2, 3), 2.0, 4, 2.0)
+    sample = Sample("v", [], [], {}, "", videos=[clip])
+    prompt = Prompt(sample, torch.zeros(10 + 100, dtype=torch.long), {}, {})
+    image = Image.new("RGB", (280, 280))
+    assert message(large_prompts(60, min_pixels=None), prompt) == (
+        "rows, row 0: Sample v: its videos of 4 frames of 280x140 pixels count as 200 tokens in the vision tower, more "
+        "than memory.micro_batch_tokens 60. A micro-batch cannot be smaller. Set memory.micro_batch_tokens to at least "
+        "200, or data.max_frames to at most 1, or data.video_max_pixels to at most 11760."
+    )  # 60 of 200, and a frame has 39,200 pixels
+    assert message(large_prompts(110, min_pixels=None), prompt).endswith(
+        "at least 200, or data.max_frames to at most 2, or data.video_max_pixels to at most 21560."
+    )
+    both = replace(prompt, sample=replace(sample, images=[image]))
+    found = message(large_prompts(60), both)
+    assert "images of 280x280 pixels and videos of 4 frames of 280x140 pixels" in found
+    assert found.endswith("to at least 400.")
+
+
+def test_frames_that_are_images_are_named_as_frames():
+    frames = np.zeros((4, 140, 280, 3), dtype=np.uint8)
+    clips = [Video(frames, (0, 1, 2, 3), 2.0, 4, 2.0), Video(frames[:2], (0, 1), 2.0, 2, 1.0)]
+    messages = [{"role": "user", "content": [{"type": "video"}, {"type": "video"}]}]
+    sample = frames_as_images(Sample("v", messages, [], {}, "", videos=clips))
+    prompt = Prompt(sample, torch.zeros(10 + 300, dtype=torch.long), {}, {})  # 6 frames of 100 tokens in the tower
+    found = message(large_prompts(500), prompt)
+    assert "its videos of 4 frames of 280x140, 2 frames of 280x140 pixels count as 600 tokens" in found
+    # 5 of 6 frames fit: three and two
+    assert found.endswith("at least 600, or data.max_frames to at most 3, or data.video_max_pixels to at most 32666.")
+    assert message(large_prompts(500, min_pixels=None), prompt).endswith("or data.max_frames to at most 3.")

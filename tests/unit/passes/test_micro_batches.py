@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_vlm.passes.micro_batches import batch_tokens, make_micro_batches, sharing_ratio
-from rl_vlm.types import Completion, Context, Group, MicroBatch, Observation, Prompt, Sample, ScoredGroup
+from rl_vlm.types import Completion, Context, Group, MicroBatch, Observation, Prompt, Sample, ScoredGroup, SubGroup
 
 
 def make_group(name, prompt_tokens, lengths, valid=None):
@@ -32,7 +32,7 @@ def contents(batches: list[MicroBatch]) -> list[dict[str, list[int]]]:
 def computed_tokens(batch: MicroBatch) -> int:
     """Tokens of the packed row, or of all rows padded to the longest."""
     prefixes = [len(s.prompt.token_ids) for s in batch.subgroups]
-    lengths = [[len(c.token_ids) for c in s.completions] for s in batch.subgroups]
+    lengths = [[length for c in s.completions for length in c.path_lengths] for s in batch.subgroups]
     if batch.shared:
         return sum(prefixes) + sum(map(sum, lengths))
     rows = [prefix + n for prefix, group in zip(prefixes, lengths, strict=True) for n in group]
@@ -87,6 +87,58 @@ def test_a_group_beyond_the_budget_is_split_between_completions():
     group = make_group("a", 10, [4, 4, 4, 4, 4])
     assert contents(make_micro_batches([group], 18, "shared")) == [{"a": [0, 1]}, {"a": [2, 3]}, {"a": [4]}]
     assert contents(make_micro_batches([group], 28, "dense")) == [{"a": [0, 1]}, {"a": [2, 3]}, {"a": [4]}]
+
+
+def parts(batches: list[MicroBatch]) -> list[list[tuple[list[int], dict[int, list[int]]]]]:
+    """Of each sub-group, its members and the contexts of those that are cut, by micro-batch."""
+    return [[(s.members, {i: [*c] for i, c in s.contexts.items()}) for s in batch.subgroups] for batch in batches]
+
+
+def test_a_completion_beyond_the_budget_is_split_between_contexts():
+    """A prompt of 10 tokens; contexts of 6, 5 and 4 tokens."""
+    group = with_turns(make_group("a", 10, [5, 5]), Context((6,)), Context((5,)), Context((4,)))
+    both = [([0, 1], {})]
+    assert parts(make_micro_batches([group], 40, "shared")) == [both]
+    assert parts(make_micro_batches([group], 39, "shared")) == [[([0], {})], [([1], {})]]
+    of_first, of_second = ([0], {0: [0, 1]}), ([1], {1: [0, 1]})
+    # The last context of the first completion leaves no room for the second one, which is cut as well.
+    found = parts(make_micro_batches([group], 24, "shared"))
+    assert found == [[of_first], [([0], {0: [2]})], [of_second], [([1], {1: [2]})]]
+    for budget in (0, 14):
+        found = parts(make_micro_batches([group], budget, "shared"))
+        assert found == [[([i], {i: [context]})] for i in (0, 1) for context in (0, 1, 2)]
+    assert parts(make_micro_batches([group], 32, "dense"))[0] == [of_first]  # two rows of 16
+    assert parts(make_micro_batches([group], 31, "dense"))[0] == [([0], {0: [0]})]
+
+
+def test_the_last_contexts_of_a_completion_leave_room_for_the_next_completion():
+    group = make_group("a", 10, [15, 3, 3])
+    first = replace(group.group.completions[0], contexts=(Context((6,)), Context((5,)), Context((4,))))
+    group = replace(group, group=replace(group.group, completions=[first, *group.group.completions[1:]]))
+    found = make_micro_batches([group], 21, "shared")
+    assert parts(found) == [[([0], {0: [0, 1]})], [([0, 1, 2], {0: [2]})]]
+    assert [batch_tokens(batch, lambda rendered: 0) for batch in found] == [21, 20]
+    assert [[len(c.token_ids) for c in batch.completions] for batch in found] == [[11], [4, 3, 3]]
+
+
+def test_images_that_several_parts_of_a_completion_need_are_not_paid():
+    pixels = [{"pixel_values": torch.full((1,), value)} for value in (1.0, 2.0)]
+    seen, last = (Observation("o", torch.zeros(2).long(), {}, images) for images in pixels)
+    contexts = Context((1, seen, 2)), Context((seen, 2)), Context((seen, 1, last, 1))
+    group = with_turns(make_group("a", 10, [7]), *contexts)
+
+    def price(rendered):
+        return 20 if rendered.mm_inputs else 0
+
+    (batch,) = make_micro_batches([group], 65, "shared", price)
+    assert batch_tokens(batch, price) == 10 + 5 + 4 + 6 + 2 * 20
+    # The image of the last context is its own. The other one runs apart: it was not paid in the first part either.
+    found = make_micro_batches([group], 54, "shared", price)
+    assert parts(found) == [[([0], {0: [0, 1]})], [([0], {0: [2]})]]
+    assert [batch_tokens(batch, price) for batch in found] == [10 + 5 + 4, 10 + 6 + 20]
+    assert [[each.digest for each in batch.subgroups[0].apart] for batch in found] == [[seen.digest] * 2, [seen.digest]]
+    (both,) = make_micro_batches([group], 64, "shared", price)  # they fit together as they are
+    assert parts([both]) == [[([0], {0: [0, 1]}), ([0], {0: [2]})]] and batch_tokens(both, price) == 55
 
 
 def test_a_large_group_is_split_in_linear_time():
@@ -155,8 +207,9 @@ def test_auto_shares_where_it_pays():
     assert [batch.shared for batch in batches] == [True, False]
 
 
-COMPLETIONS = st.lists(st.tuples(st.integers(1, 40), st.booleans()), min_size=1, max_size=6)
-"""Length of each completion of a group, and whether it has a valid reward."""
+CONTEXTS = st.lists(st.integers(1, 30), min_size=1, max_size=4)
+COMPLETIONS = st.lists(st.tuples(CONTEXTS, st.booleans()), min_size=1, max_size=6)
+"""Lengths of the contexts of each completion of a group, and whether it has a valid reward."""
 
 
 @settings(max_examples=150, deadline=None)
@@ -165,12 +218,35 @@ COMPLETIONS = st.lists(st.tuples(st.integers(1, 40), st.booleans()), min_size=1,
     st.integers(1, 300),
     st.sampled_from(["auto", "shared", "dense"]),
 )
-def test_every_valid_completion_is_in_one_micro_batch_under_the_budget(drawn, budget, sharing):
-    groups = [make_group(str(i), prompt, *map(list, zip(*rows, strict=True))) for i, (prompt, rows) in enumerate(drawn)]
+def test_every_context_of_a_valid_completion_is_in_one_micro_batch_under_the_budget(drawn, budget, sharing):
+    groups = []
+    for i, (prompt, rows) in enumerate(drawn):
+        group = make_group(str(i), prompt, [sum(lengths) for lengths, _ in rows], [valid for _, valid in rows])
+        pairs = zip(group.group.completions, rows, strict=True)
+        some = [
+            replace(one, contexts=tuple(Context((n,)) for n in lengths) * (len(lengths) > 1))
+            for one, (lengths, _) in pairs
+        ]
+        groups.append(replace(group, group=replace(group.group, completions=some)))
     batches = make_micro_batches(groups, budget, sharing)
+    found = []
     for batch in batches:
-        assert computed_tokens(batch) <= budget or len(batch.completions) == 1
+        num_rows = sum(len(completion.path_lengths) for completion in batch.completions)
+        assert computed_tokens(batch) <= budget or num_rows == 1
         assert sharing == "auto" or batch.shared == (sharing == "shared")
-    found = [(name, member) for batch in contents(batches) for name, members in batch.items() for member in members]
-    expected = [(g.group.group_id, i) for g in groups for i, valid in enumerate(g.valid_G.tolist()) if valid]
+        for scored, member, span in batch.members:
+            found += [(scored.group.group_id, member, token) for token in range(span.start, span.stop)]
+        for scored, member in [(s.scored, member) for s in batch.subgroups for member in s.contexts]:
+            alone = batch_tokens(MicroBatch([SubGroup(scored, [member])], batch.shared), lambda rendered: 0)
+            assert alone > budget  # what fits alone is not cut
+    expected = [
+        (group.group.group_id, i, token)
+        for group in groups
+        for i, valid in enumerate(group.valid_G.tolist()) if valid
+        for token in range(len(group.group.completions[i].token_ids))
+    ]  # fmt: skip
     assert sorted(found) == sorted(expected)
+    in_order: dict[tuple[str, int], list[int]] = {}
+    for name, member, token in found:
+        in_order.setdefault((name, member), []).append(token)
+    assert all(tokens == sorted(tokens) for tokens in in_order.values())

@@ -1,17 +1,19 @@
 """Which errors are out of memory, and what is free when passes are repeated."""
 
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
 
 from rl_vlm.distributed.ranks import Ranks
+from rl_vlm.errors import OutOfMemory
 from rl_vlm.passes.budget import PlannedBudget, TokenBudget
 from rl_vlm.passes.recovery import Failure, Recovery, is_out_of_memory
 from rl_vlm.passes.schedule import Round
 from rl_vlm.plan.tracing.groups import make_group
 from rl_vlm.stages import Stage
-from rl_vlm.types import Forward, MicroBatch, Progress, Prompt, Sample, SubGroup
+from rl_vlm.types import Context, Forward, MicroBatch, Progress, Prompt, Sample, SubGroup
 from tests.unit.model.test_vision import make_encoder
 
 PROMPT = Prompt(Sample("s", [], [], {}, []), torch.ones(1, dtype=torch.int64), {}, {})
@@ -62,3 +64,18 @@ def test_the_budget_becomes_half_of_the_smallest_micro_batch_that_failed(tokens:
     failures = [Failure(1, 4, num, "sample s", "", rank) for rank, num in enumerate(tokens)]
     recovery.lower(Stage.TRAINING, failures)
     assert recovery.budget.tokens == 10
+
+
+@pytest.mark.parametrize(("cut", "can_split"), [(None, True), (range(2), True), (range(1, 2), False)])
+def test_a_completion_that_runs_out_is_split_until_one_context_is_left(cut: range | None, can_split: bool) -> None:
+    group = make_group(PROMPT, 1, 6)
+    completion = replace(group.group.completions[0], contexts=(Context((2,)), Context((1,)), Context((3,))))
+    group = replace(group, group=replace(group.group, completions=[completion]))
+    batch = MicroBatch([SubGroup(group, [0], contexts={} if cut is None else {0: cut})], shared=True)
+    recovery = make_recovery(100)
+    failure = recovery.failure(batch, RuntimeError("out of memory"))  # of 1 prompt token
+    if can_split:
+        assert recovery.half_of(failure) == (len(PROMPT.token_ids) + (6 if cut is None else 3)) // 2
+    else:
+        with pytest.raises(OutOfMemory, match="a single completion of sample"):
+            recovery.half_of(failure)

@@ -1,6 +1,7 @@
 """Schedules of passes: the runs of the vision tower, equal work on all ranks, and where gradients are exchanged."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 from rl_vlm.distributed.collectives import SingleRank
 from rl_vlm.passes.schedule import Round, make_schedule
-from rl_vlm.types import Prompt
+from rl_vlm.types import Completion, Context, MicroBatch, Observation, Prompt, Rendered, SubGroup
 from tests.unit.model.test_vision import make_batch, make_encoder, make_prompt
 
 A, B, C, TEXT = (make_prompt(name, tokens) for name, tokens in [("a", [1]), ("b", [1]), ("c", [1]), ("text", [])])
@@ -31,11 +32,14 @@ class BesideAnother(SingleRank):
         return [*values, self.other]
 
 
+def name_of(rendered: Rendered) -> str:
+    return rendered.sample.sample_id if isinstance(rendered, Prompt) else rendered.name
+
+
 def runs(rounds: Sequence[Round]) -> list[tuple[int, int, str]]:
-    """Runs of the tower before and within each forward, and the prompts of its own backwards."""
+    """Runs of the tower before and within each forward, and the names of its own backwards."""
     return [
-        (r.forward.before, r.forward.within, " ".join(b.prompt.sample.sample_id for b in r.tower_backwards))
-        for r in rounds
+        (r.forward.before, r.forward.within, " ".join(name_of(b.rendered) for b in r.tower_backwards)) for r in rounds
     ]
 
 
@@ -68,6 +72,50 @@ def test_prompts_of_equal_images_count_as_one() -> None:
     assert runs(make_schedule(batches, make_encoder(), SPARE)) == [(1, 0, ""), (0, 0, ""), (0, 0, "a"), (0, 1, "")]
     found = make_schedule(batches, make_encoder(frozen=True), SPARE)
     assert runs(found) == [(0, 1, ""), (0, 0, ""), (0, 0, ""), (0, 0, "")]
+
+
+def with_contexts(*contexts: Context) -> MicroBatch:
+    """A micro-batch of a prompt without images, with a completion in these contexts."""
+    (subgroup,) = make_batch([TEXT]).subgroups
+    tokens = torch.arange(sum(context.num_sampled for context in contexts))
+    completion = Completion(tokens, torch.zeros(len(tokens)), "stop", "", contexts)
+    group = replace(subgroup.scored.group, completions=[completion])
+    return MicroBatch([SubGroup(replace(subgroup.scored, group=group), [0])], shared=True)
+
+
+def in_contexts(batch: MicroBatch, *contexts: int) -> MicroBatch:
+    (subgroup,) = batch.subgroups
+    inside = {0: range(contexts[0], contexts[-1] + 1)}
+    return MicroBatch([SubGroup(subgroup.scored, [0], contexts=inside)], shared=True)
+
+
+def seen(name: str) -> Observation:
+    """An observation with an image of its own."""
+    image = make_prompt(name, [1])
+    return Observation(name, image.token_ids, {}, image.mm_inputs)
+
+
+def test_the_tower_runs_apart_on_images_that_stay_in_a_context_of_another_micro_batch() -> None:
+    one, two, three = map(seen, ("one", "two", "three"))
+    whole = with_contexts(Context((1, one, 1)), Context((one, 1, two, 1)), Context((two, 1, three, 1)))
+    batches = [in_contexts(whole, i) for i in range(3)]
+    # `one` is in the first two, `two` in the last two, and `three` in the last alone, so in its forward.
+    assert runs(make_schedule(batches, make_encoder(), SPARE)) == [(1, 0, ""), (1, 0, "one"), (0, 1, "two")]
+    batches = [in_contexts(whole, 0, 1), in_contexts(whole, 2)]
+    assert runs(make_schedule(batches, make_encoder(), SPARE)) == [(1, 1, ""), (0, 1, "two")]
+    assert runs(make_schedule([whole], make_encoder(), SPARE)) == [(0, 1, "")]
+    with torch.no_grad():
+        assert runs(make_schedule(batches, make_encoder(), SPARE)) == [(0, 1, ""), (0, 1, "")]
+
+
+def test_a_dummy_has_one_context() -> None:
+    one = seen("one")
+    spare = with_contexts(Context((1, one, 2)), Context((one, 3))).subgroups[0].scored
+    ranks = BesideAnother([(0, 1, 0)] * 3)
+    (first,) = make_schedule([], make_encoder(), spare, ranks)
+    (completion,) = first.forward.batch.completions
+    assert first.forward.batch.is_dummy and completion.contexts == spare.group.completions[0].contexts[:1]
+    assert completion.token_ids.tolist() == [0, 1, 2]
 
 
 def test_gradients_are_exchanged_in_the_last_round() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rl_vlm.errors import ModelError
-from rl_vlm.passes.start_check import Comparison, Probe, compare, refuse_differences
+from rl_vlm.passes.proof import OTHER_IMAGES, SHARED, Comparison, Probe, ProofCheck, compare, refuse
 
 CPU = torch.device("cpu")
 
@@ -43,22 +43,29 @@ def test_bounds_are_at_least_the_smallest() -> None:
     assert [each.bound for each in compared(DENSE, smallest=0.01)] == [0.01, 0.01]
 
 
-def test_dense_rows_that_are_not_finite_are_left_to_training() -> None:
-    broken = probe([math.nan, -2.0], [3.0, 4.0])
-    assert compare(broken, broken, [broken], 0.01) == []
-
-
 def test_shared_rows_that_are_not_finite_end_the_run() -> None:
     found = compared(probe([math.nan, -2.0], [3.0, 4.0]), smallest=0.01)
     with pytest.raises(ModelError, match=r"differ on this CPU in log-probs by nan \(bound 1.0e-02\)\. Each bound"):
-        refuse_differences(found, CPU)
+        refuse(ProofCheck(SHARED, tuple(found)), CPU)
 
 
 def test_both_differences_are_named() -> None:
     found = compared(probe([0.0, 0.0], [0.0, 0.0]), smallest=0.01)
     with pytest.raises(ModelError, match=r"log-probs by 1\.0e\+00 .* and in the norm of a gradient by 1\.0e\+00"):
-        refuse_differences(found, CPU)
+        refuse(ProofCheck(SHARED, tuple(found)), CPU)
 
 
 def test_equal_rows_pass() -> None:
-    refuse_differences(compared(DENSE), CPU)
+    refuse(ProofCheck(SHARED, tuple(compared(DENSE))), CPU)
+
+
+def test_values_that_must_differ_are_refused_if_they_do_not() -> None:
+    refuse(ProofCheck(OTHER_IMAGES, (Comparison("log-probs", 1e-9, 0.0, unlike=True),)), CPU)
+    equal = ProofCheck(OTHER_IMAGES, (Comparison("log-probs", 0.0, 0.0, unlike=True),))
+    with pytest.raises(ModelError, match=r"rows with other images do not differ on this CPU in log-probs by 0\.0e\+00"):
+        refuse(equal, CPU)
+
+
+def test_what_was_not_tried_is_said() -> None:
+    check = ProofCheck(OTHER_IMAGES, untried="no prompt has an image")
+    assert check.holds and str(check).endswith("rows with other images were not checked: no prompt has an image")

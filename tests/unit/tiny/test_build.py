@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from transformers import AutoModelForImageTextToText
 
 from rl_vlm.errors import ConfigError
@@ -28,6 +29,12 @@ RESIZABLE = [
 
 def test_the_families_with_any_resolution():
     assert sorted(name for name, family in TINY_FAMILIES.items() if family.is_resizable) == RESIZABLE
+
+
+def test_pixels_are_normalized_with_these_values(tmp_path: Path):
+    build_tiny("qwen3_vl", tmp_path, hidden_size=48, pixels=(0.25, 0.5))
+    white = Image.new("RGB", (32, 32), "white")
+    assert make_prompt(tmp_path, [white]).mm_inputs["pixel_values"].unique().tolist() == [(1 - 0.25) / 0.5]
 
 
 @pytest.mark.parametrize("family", RESIZABLE)

@@ -76,7 +76,7 @@ async def served(completions: list[str], solution: list[str]) -> list[float]:
 
 @pytest.mark.parametrize(("installed", "number"), [("5.17.0", 1), ("5.19.0", 0)])
 def test_a_family_that_needs_a_newer_transformers(installed: str, number: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("rl_vlm.model.families.version", lambda name: installed)
+    monkeypatch.setattr("rl_vlm.model.family.version", lambda name: installed)
     found = machine.old_transformers("minicpmv4_6", installed)
     assert [finding.what for finding in found] == ["minicpmv4_6 needs transformers 5.19; 5.17.0 is installed"] * number
     assert list(machine.old_transformers("qwen2_vl", installed)) == []
@@ -208,6 +208,18 @@ def test_duplicates_in_two_sources(tmp_path: Path):
     assert finding.what == f"{names[1]}, row 1: {names[0]}, row 1 has the same prompt and images"
 
 
+def test_rows_of_an_environment_differ_by_any_column(tmp_path: Path):
+    path = tmp_path / "games.jsonl"
+    rows = [{"id": f"game-{i}", "prompt": "Go!", "start": start} for i, start in enumerate(([0, 1], [2, 3], [0, 1]))]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    loaded = [load_rows(DataConfig(dataset_name=name, text_only=True), "train") for name in (str(path), "draws:5")]
+    games, draws = ([Split(usable_rows(rows, facts), facts)] for rows in loaded if (facts := list(inspect_rows(rows))))
+    (finding,) = find_duplicates(games, [], decode=False, has_environment=True)
+    assert finding.what == f"{path}, row 2: {path}, row 0 has the same prompt and images"
+    assert list(find_duplicates(draws, [], decode=False, has_environment=True)) == []
+    assert len(list(find_duplicates(games, [], decode=False))) == 2
+
+
 def test_one_function_that_applies_is_enough(tmp_path: Path):
     split = split_of(tmp_path, [{"solution": "7"}, {"solution": "a cup"}])
     assert kinds(gold_findings(split, "numeric")) == [(1, "row without a gold answer")]
@@ -274,7 +286,7 @@ def test_a_stop_is_no_finding_and_anything_else_that_ends_the_two_steps_is(endin
         raise ending
 
     monkeypatch.setattr(smoke, "train", train)
-    monkeypatch.setattr(smoke, "few_rows", lambda usable: [])
+    monkeypatch.setattr(smoke, "few_rows", lambda usable: {})
     yielded, rows = [], split_of(tmp_path, [{}]).usable
     is_stop = isinstance(ending, Stopped | KeyboardInterrupt)
     with pytest.raises(type(ending)) if is_stop else nullcontext():

@@ -1,6 +1,8 @@
 """New projects: their files, rows, rewards and settings, and the errors of `rl-vlm new`."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,13 @@ from rl_vlm.functions import load_function
 from rl_vlm.tools.new.families import FAMILIES
 
 ROOT = Path(__file__).parents[4]
-KINDS = ["answer", "box"]
+PICTURED = ["answer", "box"]
+"""Kinds whose rows have pictures."""
+GAME = "environment"
+KINDS = [*PICTURED, GAME]
+FILES = {"answer": {"reward.py"}, "box": {"reward.py"}, GAME: {"environment.py", "test_environment.py"}}
+"""Files that not all kinds have."""
+NUM_ROWS = {"answer": (1024, 256), "box": (1024, 256), GAME: (192, 48)}
 
 
 def new(*words: str) -> int:
@@ -39,9 +47,10 @@ def rows(project: Path, name: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_files_of_a_project(kind: str, projects: Path):
     project = projects / kind
-    assert {path.name for path in project.iterdir()} == {"README.md", "data", "model.py", "reward.py", "run.yaml"}
-    assert {path.name for path in (project / "data").iterdir()} == {"images", "test.jsonl", "train.jsonl"}
-    assert len(list((project / "data/images").iterdir())) == 1280
+    assert {path.name for path in project.iterdir()} == {"README.md", "data", "model.py", "run.yaml"} | FILES[kind]
+    files = {path.relative_to(project / "data").parts[0] for path in (project / "data").rglob("*.*")}
+    assert files == {"test.jsonl", "train.jsonl"} | ({"images"} if kind in PICTURED else set())
+    assert len(list((project / "data").rglob("*.png"))) == (1280 if kind in PICTURED else 0)
     assert [path.name for path in projects.iterdir() if path.name.startswith(".")] == []
     texts = [path.read_text() for path in project.iterdir() if path.is_file()]
     assert not any("{{" in text or "{%" in text for text in texts)
@@ -50,7 +59,7 @@ def test_the_files_of_a_project(kind: str, projects: Path):
     assert max(len(line) for line in (project / "run.yaml").read_text().splitlines()) <= 120
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", PICTURED)
 def test_no_picture_is_in_both_parts(kind: str, projects: Path):
     data = projects / kind / "data"
     pictures = {
@@ -65,6 +74,30 @@ def test_the_same_command_writes_the_same_rows_and_pictures(projects: Path, tmp_
     first, again = projects / "answer/data", tmp_path / "again/data"
     names = ["train.jsonl", "test.jsonl", "images/train-0000.png", "images/test-0255.png"]
     assert [(first / name).read_bytes() for name in names] == [(again / name).read_bytes() for name in names]
+
+
+def test_held_out_games_start_as_no_other(projects: Path):
+    """On 4 x 4 cells there are 16 * 15 pairs of a start and another goal."""
+    pairs = [(*row["start"], *row["goal"]) for name in ("train", "test") for row in rows(projects / GAME, name)]
+    assert len(pairs) == len(set(pairs)) == 240
+    assert all(set(pair) <= {0, 1, 2, 3} and pair[:2] != pair[2:] for pair in pairs)
+
+
+def test_the_tests_of_a_new_environment_pass(projects: Path):
+    command = [sys.executable, "-B", "-m", "unittest"]
+    done = subprocess.run(command, cwd=projects / GAME, capture_output=True, text=True)
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (0, "OK")
+    assert "Ran 5 tests" in done.stderr
+
+
+def test_a_dry_run_checks_a_new_environment(
+    projects: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(projects / GAME)
+    assert cli.main(["train", "run.yaml", "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    assert "# Checked: model: the function model.py:starting_model loads." in printed
+    assert "# Checked: train data data/train.jsonl: 192 rows" in printed
 
 
 def test_solutions_are_the_numbers_of_dots(projects: Path):
@@ -89,10 +122,11 @@ def test_settings_load_and_rows_are_read(kind: str, projects: Path, monkeypatch:
     config = load_config("run.yaml")
     check_trainable(config)
     train, test = load_rows(config.data, "train"), load_rows(config.data, "eval")
-    assert (len(train), len(test)) == (1024, 256)
-    assert train[0].images[0].size == (64, 64)
-    algorithm = (config.rollout.num_generations, config.algorithm.num_iterations, config.algorithm.epsilon_high)
-    assert (*algorithm, config.train.lr_scheduler_type) == (16, 4, 0.5, "cosine")
+    assert (len(train), len(test)) == NUM_ROWS[kind]
+    assert [image.size for image in train[0].images] == ([(64, 64)] if kind in PICTURED else [])
+    assert config.rollout.num_generations == (8 if kind == GAME else 16)
+    algorithm = (config.algorithm.num_iterations, config.algorithm.epsilon_high)
+    assert (*algorithm, config.train.lr_scheduler_type) == (4, 0.5, "cosine")
 
 
 def reward(projects: Path, kind: str, name: str) -> Callable[..., list[float]]:
@@ -143,7 +177,7 @@ def test_what_exists_is_not_touched(tmp_path: Path, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--kind", "boxes"], "there is no kind 'boxes' (did you mean 'box'?); give one of answer, box"),
+        (["--kind", "boxes"], "there is no kind 'boxes' (did you mean 'box'?); give one of answer, box, environment"),
         (["--family", "qwen3vl"], "there is no family 'qwen3vl' (did you mean 'qwen3_vl'?); give one of qwen2_5_vl, "),
         (["--family", "smolvlm"], "there is no family 'smolvlm'"),
     ],
@@ -188,7 +222,7 @@ def test_the_help_lists_kinds_and_families(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
         new("--help")
     text = capsys.readouterr().out
-    assert "  answer      a number in <answer> tags" in text
+    assert "  answer      a number in <answer> tags" in text and "  environment a game of several turns" in text
     assert [name for name in ("qwen2_5_vl", "qwen3_vl", "internvl", "gemma3") if f"\n  {name} " not in text] == []
 
 

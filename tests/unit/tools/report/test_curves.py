@@ -33,7 +33,10 @@ def test_four_curves_come_first_and_others_only_if_they_change(tmp_path: Path):
     charts = charts_of([RunResults("run", tmp_path, "training", lines=lines, settings=settings)])
     assert titles(charts) == (["Reward", "Held out", "Length", "Spread"], ["KL"], ["Loss"])
     spread = [(series.label, [p.value for p in series.points]) for series in charts.first[3].series]
-    assert spread == [("distinct answers / group size", [0.5, 0.5]), ("groups of equal rewards", [0.25, 0.25])]
+    assert spread == [
+        ("distinct answers / group size", [0.5, 0.5]),
+        ("groups whose advantages are all 0", [0.25, 0.25]),
+    ]
 
 
 def test_values_that_differ_by_rounding_are_constant():

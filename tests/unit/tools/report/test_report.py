@@ -123,6 +123,28 @@ def test_boxes_are_in_pixels_of_the_original_image(tmp_path: Path):
     assert group["rows"][0]["regions"] == [{"at": [10.0, 5.0, 30.0, 15.0], "label": None}]
 
 
+def test_a_video_is_a_strip_with_intervals(tmp_path: Path):
+    settings = SETTINGS | {"rewards": {"reward_funcs": [{"function": "temporal_iou"}]}}
+    columns = {
+        "images": None, "image_sizes": [], "videos": ["images/strip.jpg"], "video_duration": [12.0],
+        "video_frame_times": [[2.0, 4.0, 6.0, 8.0]], "completion": "<answer>3 to 5.25</answer>",
+        "data/solution": "[2.5, 7]",
+    }  # fmt: skip
+    folder = write_run(tmp_path / "run", settings, columns)
+    Image.new("RGB", (1000, 96)).save(folder / "completions/images/strip.jpg")
+    data = browser_data(read_runs([folder]))
+    group = data["groups"][0]
+    assert group["videos"] == [{"strip": 0, "from": 0.0, "to": 10.0}]  # a step of 2 s before and after its frames
+    assert (group["goldIntervals"], group["rows"][0]["intervals"]) == ([[2.5, 7.0]], [[3.0, 5.25]])
+    assert (group["images"], group["noImage"], len(data["images"])) == ([], False, 1)
+    content = base64.b64decode(data["images"][0].partition(",")[2])
+    with Image.open(io.BytesIO(content)) as shown:
+        assert shown.size == (1000, 96)
+    gone = columns | {"videos": None, "video_frame_times": [[0.0]]}
+    group = browser_data(read_runs([write_run(tmp_path / "other", settings, gone)]))["groups"][0]
+    assert group["videos"] == [{"strip": None, "from": 0.0, "to": 12.0}]
+
+
 def test_a_page_can_show_fewer_completions(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     folder, small = write_run(tmp_path / "run"), tmp_path / "small.html"
     data = browser_data(read_runs([folder]))
@@ -400,8 +422,8 @@ def sample(sample_id: str, size: tuple[int, int]) -> Sample:
 
 def test_images_are_small_and_written_once(tmp_path: Path):
     images = PromptImages(tmp_path / "images", num_prompts=1)
-    (first,) = images.write(sample("a", (2000, 1000))) or []
-    assert images.write(sample("b", (2000, 1000))) == [first]
+    (first,) = images.write(sample("a", (2000, 1000)))["images"]
+    assert images.write(sample("b", (2000, 1000))) == {"images": [first]}
     assert first.startswith("images/")
     with Image.open(tmp_path / first) as image:
         assert (image.size, image.mode) == ((448, 224), "RGB")

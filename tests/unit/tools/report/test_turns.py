@@ -4,11 +4,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+from PIL import Image
+
+from rl_vlm.log.completions import window_path, write_rows
 from rl_vlm.tools.report.build import build_page
 from rl_vlm.tools.report.curves import charts_of
 from rl_vlm.tools.report.read import RunResults, read_runs
 from rl_vlm.tools.report.rollouts import browser_data
-from rl_vlm.tools.report.turns import described_turns, reward_by_turns
+from rl_vlm.tools.report.turns import GroupTurns, reward_by_turns
 from tests.helpers.run_directory import SETTINGS, completion_row, write_run
 
 RESULTS = [
@@ -17,7 +21,7 @@ RESULTS = [
 ]
 TURNS: list[dict[str, Any]] = [
     {"text": "<b>Look</b> <call>", "calls": [{"name": "crop", "arguments": {}}] * 2, "results": RESULTS},
-    {"text": "7", "calls": [], "results": []},
+    {"text": "7", "calls": [], "results": [], "reward": 0.5, "advantage": -1.25},
 ]
 COLUMNS = {"turns": json.dumps(TURNS), "num_turns": 2, "environment": None, "observed_length": 5}
 
@@ -31,7 +35,7 @@ def test_turns_are_in_the_browser_with_their_images(tmp_path: Path) -> None:
             {"text": "the crop", "images": [1], "left": 1, "failed": False},
             {"text": "no such box", "images": [], "left": 0, "failed": True},
         ]},
-        {"text": "7", "calls": [], "results": []},
+        {"text": "7", "calls": [], "results": [], "reward": 0.5, "advantage": -1.25},
     ]  # fmt: skip
     assert "Reward by number of turns" in build_page(runs)
 
@@ -43,8 +47,68 @@ def test_runs_of_single_turns_have_none(tmp_path: Path) -> None:
 
 
 def test_damaged_turns_are_left_out() -> None:
-    for turns in ("{", "[1]", "[{}]", '{"a": 1}', json.dumps([TURNS[0] | {"results": [{"text": 1}]}])):
-        assert described_turns({"turns": turns}, lambda name: None, str) == []
+    damaged = [TURNS[0] | {"results": [results]} for results in ({"text": 1}, RESULTS[0] | {"digests": None})]
+    for turns in ("{", "[1]", "[{}]", '{"a": 1}', *(json.dumps([turn]) for turn in damaged)):
+        group = GroupTurns([completion_row(0, 0, 0, 1.0, {"turns": turns})])
+        assert group.described(0, lambda name: None, str) == [] and group.parting(0) is None
+
+
+def test_a_figure_that_json_does_not_have_is_left_out() -> None:
+    turns = json.dumps([TURNS[1] | {"reward": float("nan"), "advantage": float("inf")}])
+    (turn,) = GroupTurns([completion_row(0, 0, 0, 1.0, {"turns": turns})]).described(0, lambda name: None, str)
+    assert turn == {"text": "7", "calls": [], "results": []}
+
+
+def game(*steps: str, kept: int = 0, **more: Any) -> dict[str, Any]:
+    """A row of a game. A step is an action and the digest of the picture after it; `kept` pictures have copies."""
+    turns = []
+    for i, (action, digest) in enumerate(steps):
+        paths = {"kept": [f"images/{digest}.jpg"]} if i < kept else {}
+        result = {"text": "", "images": 1, "digests": [digest], **paths, "error": None, "seconds": 0.1}
+        turns.append({"text": action, "calls": [], "results": [result]})
+    return completion_row(0, 0, 0, 1.0, {"turns": json.dumps(turns), "num_turns": len(steps), **more})
+
+
+def test_completions_part_at_the_first_turn_that_no_sibling_has() -> None:
+    group = GroupTurns([
+        game("lx", "ly", "rz"), game("lx", "ly", "ry"), game("lx", "uy", "uz"), game("rx"), game("lx", "ly"),
+        game("lx", "ly", "rz", "rw"), game("rx"), game("lx", prompt="user: <image> Another start"),
+    ])  # fmt: skip
+    assert [group.parting(i) for i in range(8)] == [
+        None, {"turn": 2, "from": [0, 4, 5]}, {"turn": 1, "from": [0, 1, 4, 5]}, None, None,
+        {"turn": 3, "from": [0]}, None, None,
+    ]  # fmt: skip
+
+
+def test_the_same_action_with_another_picture_parts() -> None:
+    group = GroupTurns([game("lx", "ly"), game("lx", "lz")])
+    assert [group.parting(i) for i in range(2)] == [{"turn": 1, "from": [1]}, {"turn": 1, "from": [0]}]
+
+
+def test_a_frame_that_a_sibling_has_kept_is_shown() -> None:
+    group = GroupTurns([game("l0", "l1", "r2", kept=2), game("l0", "u3", "l1")])
+    seen = [[turn["results"][0] for turn in group.described(i, lambda path: int(path[7]), str)] for i in range(2)]
+    assert [[result["images"] for result in results] for results in seen] == [[[0], [1], []], [[0], [], [1]]]
+    assert [[result["left"] for result in results] for results in seen] == [[0, 0, 1], [0, 1, 0]]
+
+
+def test_images_of_prompts_come_before_those_of_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    frames = json.dumps([TURNS[0] | {"results": [RESULTS[0] | {"kept": ["images/frame.jpg"]}]}])
+    folder = write_run(tmp_path / "run", SETTINGS, COLUMNS | {"turns": frames})
+    Image.new("RGB", (40, 20), "blue").save(folder / "completions" / "images" / "frame.jpg")
+    for most, expected, left in ((3, [2], 1), (2, [], 2)):
+        monkeypatch.setattr("rl_vlm.tools.report.rollouts.MOST_IMAGES", most)
+        group = browser_data(read_runs([folder]))["groups"][0]
+        result = group["rows"][0]["turns"][0]["results"][0]
+        assert (group["images"], result["images"], result["left"]) == ([0], expected, left)
+
+
+def test_a_completion_with_a_start_of_its_own_has_its_picture(tmp_path: Path) -> None:
+    rows = [game("lx"), game("lx"), game("lx", images=["images/1.jpg"])]
+    folder = write_run(tmp_path / "run")
+    write_rows(window_path(folder, 0), rows)
+    group = browser_data(read_runs([folder]))["groups"][0]
+    assert (group["images"], [row.get("start") for row in group["rows"]]) == ([0], [None, None, [1]])
 
 
 def test_a_kept_image_outside_of_the_run_is_not_read(tmp_path: Path) -> None:
@@ -74,6 +138,7 @@ def test_reward_by_number_of_turns() -> None:
 
 
 def test_curves_of_turns_and_failed_calls() -> None:
-    lines = [{"step": i, "environment/turns": 2.0 + i, "tools/failure_frequency": 0.1 * i} for i in range(2)]
+    names = ("environment/turns", "tools/failure_frequency", "environment/engine_wait_fraction")
+    lines = [{"step": i} | dict.fromkeys(names, 0.1 * (1 + i)) for i in range(2)]
     charts = charts_of([RunResults("run", Path(), "training", lines=lines)])
-    assert [chart.title for chart in charts.internals] == ["Turns", "Failed calls"]
+    assert [chart.title for chart in charts.internals] == ["Turns", "Failed calls", "Waiting for tools"]

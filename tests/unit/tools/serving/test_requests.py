@@ -79,11 +79,7 @@ def test_what_changes_nothing_is_taken(harmless):
         ({"messages": []}, "messages", "invalid_value"),
         ({"messages": [{"role": "tool", "content": ""}]}, "messages[0].role", "invalid_value"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "invalid_value"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "video_url"}]}]},
-            "messages[0].content[0]",
-            "invalid_value",
-        ),
+        ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "messages[0].content[0]", "invalid_value"),
         (
             {"messages": [{"role": "user", "content": [image_part("x", max_dynamic_patch="6")]}]},
             "messages[0].content[0].image_url.max_dynamic_patch",
@@ -96,6 +92,19 @@ def test_what_changes_nothing_is_taken(harmless):
 def test_what_would_have_no_effect_is_refused(wrong, param, code):
     status, error = refusal(json.dumps(HELLO | wrong).encode())
     assert (status, error["type"], error["param"], error["code"]) == (400, "invalid_request_error", param, code)
+
+
+@pytest.mark.parametrize(
+    "part", [{"type": "video_url", "video_url": {"url": "data:video/mp4;base64,"}}, {"type": "video"}]
+)
+def test_a_video_is_refused_in_a_sentence(part):
+    body = HELLO | {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, part]}]}
+    status, error = refusal(json.dumps(body).encode())
+    assert (status, error["code"], error["param"]) == (400, "unsupported_content", "messages[0].content[1]")
+    assert error["message"] == (
+        "messages[0].content[1]: this endpoint takes no videos; send the frames as images (image_url), each after a"
+        " text with its time, such as '0.5 s: '"
+    )
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b"[" * 100_000])
