@@ -2,6 +2,7 @@
 
 python -m tests.chaos.campaign                 as `make chaos` does: up to 50 minutes, then again until all is done
 python -m tests.chaos.campaign --short         one or two trials of each kind, all in one part
+python -m tests.chaos.campaign --kind KIND     the trials of one kind alone
 python -m tests.chaos.campaign --table         print the table of docs/reliability.md
 """
 
@@ -37,7 +38,7 @@ def run(trials: Sequence[Trial], state: Path, directory: Path, seconds: float) -
     """Run the trials that are not done, until the time is over. Returns whether all are done."""
     end = time.monotonic() + seconds
     setting = Setting(directory.resolve())
-    setting.prepare()
+    setting.prepare({trial.run for trial in trials})
     done = read(state)
     for trial in trials:
         if trial.key in done:
@@ -86,11 +87,12 @@ def main() -> int:
     parser.add_argument("--state", type=Path, default=Path(".chaos.jsonl"), help="file of the trials that are done")
     parser.add_argument("--directory", type=Path, default=Path("runs/chaos"), help="folder of the runs")
     parser.add_argument("--minutes", type=float, default=50, help="time after which no further trial begins")
-    parser.add_argument("--short", action="store_true", help="run ten trials only")
+    parser.add_argument("--short", action="store_true", help="run eleven trials only")
+    parser.add_argument("--kind", choices=KINDS, help="run the trials of this kind only")
     parser.add_argument("--table", action="store_true", help="print the table instead")
     args = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    trials = short_trials() if args.short else all_trials()
+    trials = [trial for trial in (short_trials() if args.short else all_trials()) if args.kind in (None, trial.kind)]
     if args.table or run(trials, args.state, args.directory, 60 * args.minutes):
         print(table(args.state))
     for line in failures(args.state):

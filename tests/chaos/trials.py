@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from tests.chaos.launching import FORK, Launched, launch, preload, wait_until_de
 from tests.helpers.launching import environment_of
 from tests.helpers.sharded_runs import launcher_file
 from tests.helpers.tiny_run import build_checkpoint, completions, make_config, metric_lines
+from tests.helpers.video_rows import write_mixed_rows
 
 NUM_STEPS = 6
 SHARDINGS = ("ddp", "fsdp2")
@@ -32,6 +34,8 @@ LIMIT = 120.0
 """Seconds after which a launch counts as one that does not end."""
 ATTEMPTS = 8
 """Times that a moment is drawn, if the run has passed it already."""
+MIXED = "SIGKILL with images, videos and text"
+"""The kind whose runs have windows of two steps with video files, so that prompts with frames wait in checkpoints."""
 KINDS: dict[str, int] = {
     "SIGKILL at a random moment": 50,
     "SIGKILL within a save": 50,
@@ -39,6 +43,7 @@ KINDS: dict[str, int] = {
     "SIGINT": 10,
     "one rank killed": 20,
     "one rank stopped": 10,
+    MIXED: 10,
 }
 """Kinds of trials, and how many there are of each."""
 STATUSES = {"SIGTERM": 143, "SIGINT": 130}
@@ -64,6 +69,11 @@ class Trial:
         return SHARDINGS[self.number % len(SHARDINGS)]
 
     @property
+    def run(self) -> str:
+        """The name of the golden run to which it is compared."""
+        return f"{self.sharding}_mixed" if self.kind == MIXED else self.sharding
+
+    @property
     def random(self) -> random.Random:
         return random.Random(self.key)
 
@@ -76,14 +86,17 @@ def all_trials() -> list[Trial]:
 
 @dataclass(frozen=True)
 class Setting:
-    """The folder of the campaign, with the model and a run of each sharding to which nothing happened."""
+    """The folder of the campaign, with the model and golden runs, to which nothing happened.
+
+    There is one for each sharding, and one more with mixed data.
+    """
 
     directory: Path
 
-    def golden(self, sharding: str) -> Path:
-        return self.directory / f"golden_{sharding}"
+    def golden(self, run: str) -> Path:
+        return self.directory / f"golden_{run}"
 
-    def prepare(self) -> None:
+    def prepare(self, runs: Collection[str]) -> None:
         """Build the model, import what a run imports, and make the golden runs, unless they are there."""
         first = self.directory / "first"
         if not first.exists():
@@ -91,26 +104,37 @@ class Setting:
             builder.start()
             builder.join()
             self.train(SHARDINGS[-1], first)
+        if not self.mixed_rows.exists():
+            writer = FORK.Process(target=write_mixed_rows, args=(self.mixed_rows,))
+            writer.start()
+            writer.join()
         preload(first.with_suffix(".modules"))
-        for sharding in SHARDINGS:
-            if not (self.golden(sharding) / "summary.json").exists():
-                self.train(sharding, self.golden(sharding))
+        for run in sorted(runs):
+            if not (self.golden(run) / "summary.json").exists():
+                self.train(run, self.golden(run))
 
-    def train(self, sharding: str, run: Path) -> None:
-        launched = self.launch(sharding, run)
+    @property
+    def mixed_rows(self) -> Path:
+        return self.directory / "mixed" / "train.jsonl"
+
+    def train(self, name: str, run: Path) -> None:
+        launched = self.launch(name, run)
         assert launched.wait(LIMIT) == 0, launched.log.read_text()
 
-    def seconds(self, sharding: str) -> float:
+    def seconds(self, name: str) -> float:
         """Return what a golden run took."""
-        started, ended = (self.golden(sharding).with_suffix(suffix).stat() for suffix in (".pids", ".statuses"))
+        started, ended = (self.golden(name).with_suffix(suffix).stat() for suffix in (".pids", ".statuses"))
         return ended.st_mtime - started.st_mtime
 
-    def launch(self, sharding: str, run: Path, ends_others: bool = True, **settings: Any) -> Launched:
-        """Start or resume a run."""
+    def launch(self, name: str, run: Path, ends_others: bool = True, **settings: Any) -> Launched:
+        """Start or resume a run like the golden one of this name."""
         given = {
             "prompts_per_step": 4, "max_steps": NUM_STEPS, "save_total_limit": 2, "lost_rank_seconds": LOST_SECONDS,
             "reward_funcs": [f"{rewards.__name__}:slowly"], "resume_from_checkpoint": "auto",
         }  # fmt: skip
+        sharding, _, is_mixed = name.partition("_")
+        if is_mixed:
+            given |= {"dataset_name": str(self.mixed_rows), "num_frames": 4, "steps_per_generation": 2}
         config = run.with_suffix(".yaml")
         config.write_text(to_yaml(make_config(self.directory / "model", run, **(given | settings))))
         return launch(config, environment_of(launcher_file(sharding, self.directory)), ends_others)
@@ -119,11 +143,11 @@ class Setting:
 def run_trial(setting: Setting, trial: Trial, run: Path) -> dict[str, Any]:
     """Disturb a run, resume it and compare it with the golden one. Returns what happened; raises AssertionError."""
     found = disturbed(setting, trial, run) | {"newest": newest_step(run)}
-    resumed = setting.launch(trial.sharding, run)
+    resumed = setting.launch(trial.run, run)
     status = resumed.wait(LIMIT)
     assert status == 0, f"resumed run ended with {status}: {resumed.statuses()}"
     assert resumed.none_is_left()
-    differing = differences(run, setting.golden(trial.sharding))
+    differing = differences(run, setting.golden(trial.run))
     assert not differing, f"differs in {', '.join(differing)}"
     return found
 
@@ -193,8 +217,8 @@ def check_ended(launched: Launched) -> None:
 
 def kill_at_random(setting: Setting, trial: Trial, run: Path, draw: random.Random) -> dict[str, Any]:
     """Kill at any moment from the fork of the ranks to the end of the run."""
-    victim, moment = VICTIMS[trial.number // 2 % 3], draw.uniform(0, setting.seconds(trial.sharding))
-    launched = setting.launch(trial.sharding, run)
+    victim, moment = VICTIMS[trial.number // 2 % 3], draw.uniform(0, setting.seconds(trial.run))
+    launched = setting.launch(trial.run, run)
     launched.ranks()
     if launched.wait(moment) is not None or launched.statuses():
         raise Missed
@@ -203,11 +227,24 @@ def kill_at_random(setting: Setting, trial: Trial, run: Path, draw: random.Rando
     return {"victim": victim, "seconds": moment}
 
 
+def kill_in_training(setting: Setting, trial: Trial, run: Path, draw: random.Random) -> dict[str, Any]:
+    """Kill after a step, so that in half of the trials the newest checkpoint holds the rest of a window."""
+    victim, lines, offset = VICTIMS[trial.number // 2 % 3], draw.randint(1, NUM_STEPS - 1), draw.uniform(0, 0.5)
+    launched = setting.launch(trial.run, run)
+    launched.ranks()
+    wait_for_lines(launched, run, lines)
+    if launched.wait(offset) is not None or launched.statuses():
+        raise Missed
+    kill(launched, victim)
+    check_ended(launched)
+    return {"victim": victim, "lines": lines, "offset": offset}
+
+
 def kill_in_save(setting: Setting, trial: Trial, run: Path, draw: random.Random) -> dict[str, Any]:
     """Kill while the directory of an unfinished checkpoint is there."""
     victim, step, in_background = VICTIMS[trial.number // 2 % 3], draw.randint(1, NUM_STEPS), draw.random() < 0.5
     offset = draw.uniform(0, 0.25 if in_background else 0.04)
-    launched = setting.launch(trial.sharding, run, async_save=in_background)
+    launched = setting.launch(trial.run, run, async_save=in_background)
     launched.ranks()
     unfinished = store.unfinished_path(run, step)
     while not unfinished.exists():
@@ -227,7 +264,7 @@ def kill_in_save(setting: Setting, trial: Trial, run: Path, draw: random.Random)
 def send_signal(setting: Setting, trial: Trial, run: Path, draw: random.Random) -> dict[str, Any]:
     """Send one rank a signal between the first step and the fifth. Only the stop saves."""
     rank, lines, offset = draw.randrange(2), draw.randint(1, NUM_STEPS - 2), draw.uniform(0, 0.25)
-    launched = setting.launch(trial.sharding, run, save_steps=0)
+    launched = setting.launch(trial.run, run, save_steps=0)
     pid = launched.ranks()[rank]
     wait_for_lines(launched, run, lines)
     time.sleep(offset)
@@ -254,7 +291,7 @@ def lose_rank(setting: Setting, trial: Trial, run: Path, draw: random.Random) ->
     """Kill or stop one rank. The launcher sends no signal: the other rank must end by itself, and name it."""
     rank, lines, offset = draw.randrange(2), draw.randint(1, NUM_STEPS - 2), draw.uniform(0, 0.25)
     is_killed = trial.kind == "one rank killed"
-    launched = setting.launch(trial.sharding, run, ends_others=False)
+    launched = setting.launch(trial.run, run, ends_others=False)
     ranks = launched.ranks()
     wait_for_lines(launched, run, lines)
     time.sleep(offset)
@@ -280,4 +317,5 @@ DISTURB = {
     "SIGINT": send_signal,
     "one rank killed": lose_rank,
     "one rank stopped": lose_rank,
+    MIXED: kill_in_training,
 }

@@ -24,9 +24,15 @@ SIGNED = ["cosine_length"]
 """Functions that score a wrong answer below 0."""
 TEXT_SOLUTION = ["choice", "counting", "exact_match", "maths", "numeric", "yes_no"]
 """Functions whose solution is text, a number or a bool."""
-COLUMNS = ("choices", "completion_ids", "image_sizes", "images", "model_image_sizes", "options", "prompts")
+COLUMNS = (
+    "choices", "completion_ids", "image_sizes", "images", "model_image_sizes", "options", "prompts",
+    "video_frame_times",
+)  # fmt: skip
 """Other arguments of a call that a built-in reads: columns of rows, or what every call offers."""
-OPTIONAL = [("choice", "choices"), ("choice", "options"), ("judge", "solution")]
+OPTIONAL = [
+    ("choice", "choices"), ("choice", "options"), ("judge", "solution"), ("temporal_iou", "video_frame_times"),
+    ("temporal_recall", "video_frame_times"), ("time_distance", "video_frame_times"),
+]  # fmt: skip
 """Columns that a function can do without."""
 WRONG = [
     "",

@@ -54,15 +54,18 @@ def test_every_setting_is_read():
 READ_BY_EVERY_RUN = set(
     """
     model_name_or_path trust_remote_code dtype attn_implementation fused freeze_vision_tower trainable_modules use_peft
-    load_in_4bit
+    load_in_4bit verify
     dataset_name eval_dataset_name columns ignore_columns text_only on_bad_row
-    prompt_template system_prompt image_root chat_template_kwargs max_prompt_length
-    min_pixels max_pixels max_image_pixels shuffle_dataset dataloader_num_workers
+    prompt_template system_prompt image_root video_root chat_template_kwargs max_prompt_length
+    min_pixels max_pixels max_image_pixels
+    fps num_frames min_frames max_frames video_min_pixels video_max_pixels video_total_pixels max_video_seconds
+    video_format
+    shuffle_dataset dataloader_num_workers
     engine num_generations max_completion_length temperature top_p top_k min_p max_num_seqs max_resampling_rounds
     tools environment
     reward_funcs reward_weights max_fault_fraction
     loss_type importance_sampling_level beta scale_rewards num_iterations mask_truncated_completions
-    top_entropy_quantile
+    top_entropy_quantile turn_advantages
     output_dir overwrite_output_dir resume_from_checkpoint seed prompts_per_step per_device_train_batch_size
     gradient_accumulation_steps steps_per_generation num_train_epochs max_steps learning_rate lr_scheduler_type
     optim weight_decay max_grad_norm save_steps save_total_limit async_save eval_on_start

@@ -3,11 +3,13 @@
 import pytest
 
 from tests.helpers import support_tables
-from tests.helpers.support_tables import PAGE, accepted, family_row, with_tables
+from tests.helpers.support_tables import FAMILIES_PAGE, FAMILY_TABLES, PAGE, accepted, family_row, with_tables
 
 
 def test_the_page_has_the_tables_as_they_are():
     assert with_tables(PAGE.read_text()) == PAGE.read_text(), "write them: python -m tests.helpers.support_tables"
+    page = FAMILIES_PAGE.read_text()
+    assert with_tables(page, FAMILY_TABLES) == page, "write it: python -m tests.helpers.support_tables"
 
 
 @pytest.mark.parametrize(

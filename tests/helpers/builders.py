@@ -25,9 +25,15 @@ BYTE_TOKENS = range(32, 256)
 """Tokens that every tiny tokenizer has and that are not special."""
 
 
-def sharp_checkpoint(family: str, directory: Path) -> Path:
-    """A tiny checkpoint of which wrong masks and positions show."""
-    return sharpen(build_tiny(family, directory))
+LORA_EVERYWHERE: dict[str, Any] = {
+    "use_peft": True, "lora_r": 4, "lora_exclude_modules": r".*((layers|blocks|merger_list)\.\d+|router|indexer\..*)",
+}  # fmt: skip
+"""An adapter also in the vision tower. PEFT would take `blocks.0` for a linear layer `mlp.0` if there are experts."""
+
+
+def sharp_checkpoint(family: str, directory: Path, **options: Any) -> Path:
+    """A tiny checkpoint of which wrong masks and positions show. `options` are those of `build_tiny`."""
+    return sharpen(build_tiny(family, directory, **options))
 
 
 def sharpen(checkpoint: Path) -> Path:
@@ -35,6 +41,7 @@ def sharpen(checkpoint: Path) -> Path:
     model = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32)
     with torch.no_grad():
         decoder: Any = model.get_decoder()
+        decoder = getattr(decoder, "model", decoder)  # Llama 4 returns its causal model
         for parameter in decoder.layers.parameters():
             if parameter.ndim >= 2:
                 parameter.mul_(4)

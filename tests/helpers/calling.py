@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ WRONG = [call("look", shade="dark"), call("jump"), "<tool_call>\n{not JSON\n</to
 TURNS = [*LOOKS, *LOOKS, *ANSWERS, *WRONG]
 """What the model writes, each as a single token and about equally often."""
 SHADES = f"{__name__}:Shades"
+STEPS = f"{__name__}:Steps"
 FAULTY = f"{__name__}:Faulty"
 NUM_LOOKS = f"{__name__}:num_looks"
 
@@ -49,6 +51,29 @@ class Shades:
 
     def get_reward(self) -> float:
         return sum(self.shades) % 97 / 97
+
+
+class Steps:
+    """Takes three steps. A step that names a grey shows it, and is worth its last digit. It is deterministic."""
+
+    def __init__(self, num_steps: int = 3) -> None:
+        self.num_steps = num_steps
+
+    def reset(self, seed: int, **columns: Any) -> list[dict[str, Any]]:
+        self.shade, self.taken = seed % 200, 0
+        return self.seen()
+
+    def step(self, text: str) -> tuple[list[dict[str, Any]], float, bool, dict[str, Any]]:
+        digits = "".join(filter(str.isdigit, text))
+        self.shade, self.taken = int(digits or 0) % 256, self.taken + 1
+        return self.seen(), self.shade % 10 / 10, self.taken == self.num_steps or not digits, {}
+
+    def system_prompt(self) -> str:
+        return "Look at greys."
+
+    def seen(self) -> list[dict[str, Any]]:
+        """Show the grey."""
+        return [{"type": "text", "text": f"Grey {self.shade}"}, {"type": "image", "image": grey(self.shade, 16, 16)}]
 
 
 class Faulty(Shades):
@@ -91,6 +116,17 @@ class Faulty(Shades):
         if kind == 7:
             return {"neither": "text", "nor": [1, 2, 3]}
         return super().look(shade)
+
+
+class OftenDown(Shades):
+    """Cannot be reset every other time."""
+
+    resets = count()
+
+    def reset(self, solution: str, seed: int, **columns: Any) -> Any:
+        if next(self.resets) % 2:
+            raise OSError("the server of the environment is down")
+        return super().reset(solution, seed)
 
 
 def num_looks(completions: list[Any], turns: list[Any], **_: Any) -> list[float]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from rl_vlm.model.loading import usable_sharing
 from rl_vlm.model.policy import Policy
 from rl_vlm.passes.micro_batches import make_micro_batches
 from rl_vlm.passes.schedule import make_schedule
@@ -21,7 +22,7 @@ def cut(policy: Policy, groups: Sequence[ScoredGroup]) -> list[MicroBatch]:
     return make_micro_batches(
         groups,
         longest + 14,
-        "shared",
+        usable_sharing(policy.transformer, "shared"),
         make_budget(policy).price,
         mixes_prompts=not policy.family.cross_attends,
     )
@@ -35,7 +36,7 @@ def cut_gradients(policy: Policy, groups: Sequence[ScoredGroup], batches: Sequen
     by_completion = dict(zip(owners, weights.split(lengths), strict=True))
     for work in make_schedule(batches, policy.vision, groups[0]):
         rows = policy(work.forward).logprobs_NT
-        found = [by_completion[id(s.scored), member] for s in work.forward.batch.subgroups for member in s.members]
+        found = [by_completion[id(scored), member][span] for scored, member, span in work.forward.batch.members]
         torch.stack([(row[: len(w)] * w.to(row)).sum() for row, w in zip(rows, found, strict=True)]).sum().backward()
         for tower_backward in work.tower_backwards:
             policy(tower_backward).backward()

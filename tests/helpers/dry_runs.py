@@ -22,7 +22,7 @@ from rl_vlm.config.load import load_config
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
-TINY = {"digits", "digits_lora", "grounding", "look_closer"}
+TINY = {"digits", "digits_lora", "grounding", "grid_game", "look_closer", "motion"}
 """Configs of models and data that a run makes itself, on a CPU."""
 KEPT = ROOT / "tests/data/dry_runs"
 
@@ -84,8 +84,16 @@ def started_with(processes: int) -> Iterator[None]:
     installed = {name: ModuleType(name) for name in OPTIONAL_PACKAGES}
     for name, module in installed.items():
         module.__spec__ = ModuleSpec(name, None)
-    with patch.dict(sys.modules, installed), patch.dict(os.environ, WORLD_SIZE=str(processes)):
-        yield
+    before = {name: sys.modules.get(name) for name in installed}
+    sys.modules.update(installed)  # `patch.dict` would also drop the modules that a dry run imports
+    try:
+        with patch.dict(os.environ, WORLD_SIZE=str(processes)):
+            yield
+    finally:
+        for name, module in before.items():
+            del sys.modules[name]
+            if module is not None:
+                sys.modules[name] = module
 
 
 def kept_file(path: Path) -> Path:

@@ -3,10 +3,12 @@
 from typing import Any
 
 from tests.helpers.builders import QUESTION, noise_image
+from tests.helpers.videos import noise_video
 
 ROWS = f"{__name__}:rows"
 UNLIKE_ROWS = f"{__name__}:unlike_rows"
 LONG_FIRST = f"{__name__}:long_rows_first"
+VIDEO_ROWS = f"{__name__}:video_rows"
 ONE_ROW = f"{__name__}:one_row"
 REWARD = f"{__name__}:token_sum_or_constant"
 
@@ -51,6 +53,23 @@ def make_rows(images_by_row: list[list[tuple[int, int]]], constant_rows: set[int
             "constant": i in constant_rows,
         }
         for i, sizes in enumerate(images_by_row)
+    ]
+
+
+MEDIA_BY_ROW: list[tuple[list[tuple[int, int]], list[int]]] = [
+    ([], [4]), ([], [5]), ([(16, 16)], []), ([(32, 24)], []),  # videos on one of two ranks, images on the other
+    ([(16, 24)], [4]), ([], []), ([], []), ([], []),  # the second half is text
+    ([], []), ([(24, 16)], []), ([], [6, 4]), ([(16, 16)], [4]),  # two videos, and both kinds
+]  # fmt: skip
+"""Image sizes, and numbers of frames of the videos, of each row, four rows to an optimizer step."""
+
+
+def video_rows() -> list[dict[str, Any]]:
+    """Rows with images, videos, both and neither. Frames have 16 x 16 pixels."""
+    images = make_rows([sizes for sizes, _ in MEDIA_BY_ROW], set())
+    return [
+        row | {"videos": [noise_video(count, seed=10 * i + k, size=(16, 16)).frames for k, count in enumerate(counts)]}
+        for i, (row, (_, counts)) in enumerate(zip(images, MEDIA_BY_ROW, strict=True))
     ]
 
 

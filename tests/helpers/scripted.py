@@ -1,13 +1,17 @@
 """An engine that writes scripted turns, and environments for tests of trajectories."""
 
 import json
+import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 
+from rl_vlm.rollout.engine import Submitted
 from rl_vlm.types import Completion, Group, RolloutRequest, Sampling
 
 Script = Callable[[int, int], str]
@@ -53,6 +57,35 @@ class ScriptedEngine:
 
     def close(self) -> None:
         pass
+
+
+class ScriptedSession:
+    """Samples turns in threads."""
+
+    def __init__(self, engine: "ConcurrentScript", pool: ThreadPoolExecutor, sampling: Sampling) -> None:
+        self.engine, self.pool, self.sampling = engine, pool, sampling
+
+    def submit(self, request: RolloutRequest) -> Submitted:
+        ((index, completion),) = request.paused(self.sampling.num_generations).items()
+        number = len(completion.turns)
+
+        def sample() -> Completion:
+            time.sleep(self.engine.seconds(index, number))
+            return self.engine.turn(index, completion, self.sampling)
+
+        return Submitted(self.pool.submit(sample), lambda turn: request.group([turn], 3))
+
+
+class ConcurrentScript(ScriptedEngine):
+    """A `ConcurrentEngine`. Each turn takes `seconds`, by the completion's index and the turn's number."""
+
+    make_session = ScriptedSession
+    seconds: Callable[[int, int], float] = staticmethod(lambda index, turn: 0.0)
+
+    @contextmanager
+    def session(self, sampling: Sampling) -> Iterator[Any]:
+        with ThreadPoolExecutor(64) as pool:
+            yield self.make_session(self, pool, sampling)
 
 
 def call(name: str, **arguments: Any) -> str:

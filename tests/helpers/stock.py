@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from rl_vlm.model.families import Family
+from rl_vlm.model.family import Family
 from rl_vlm.types import Completion, Context, Observation, Prompt
 from tests.helpers.builders import make_prompt
 

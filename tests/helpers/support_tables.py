@@ -1,11 +1,11 @@
-"""The tables of docs/support.md, made from the lists of the tests and from the checks of a run.
+"""Tables of docs/support.md and docs/families.md, made from lists of the code and tests, and from a run's checks.
 
 python -m tests.helpers.support_tables    # write them again
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from rl_vlm.config.engines import ENGINES
@@ -13,6 +13,8 @@ from rl_vlm.config.load import FULL_NAMES, check_trainable
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.distributed.shardings import SHARDINGS, UNSHARDED, Sharding
 from rl_vlm.errors import RLVLMError
+from rl_vlm.model.families import FAMILIES
+from rl_vlm.model.family import positions_after_videos
 from rl_vlm.plan.check import check_setup
 from tests.gpu import test_shared_attention
 from tests.helpers.family_parity import CASES, NOT_THIS
@@ -22,6 +24,13 @@ from tests.integration import test_equal_calls, test_sharding_families
 from tests.tiny.build import ALL_FAMILIES
 
 PAGE = ROOT / "docs" / "support.md"
+FAMILIES_PAGE = ROOT / "docs" / "families.md"
+VIDEO_FORMS = {
+    "patches": "frames in the model's own input for videos, in one run of the tower with images",
+    "images": "frames among images, with text that its processor writes",
+    None: "frames as images, each after its time (`0.5 s: `)",
+}
+"""How a model gets videos, by the value of `Family.videos`."""
 YES, NO = "yes", "–"
 CONDITIONS: dict[str, Any] = {
     "model_name_or_path": "model", "dataset_name": "rows.jsonl", "reward_funcs": ["exact_match"],
@@ -114,12 +123,31 @@ def shardings() -> str:
     return markdown(["two processes with", *SHARDING_FEATURES], rows)
 
 
+def videos() -> str:
+    """Return how each model gets videos, from the rows of the table of families."""
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for name, family in FAMILIES.items():
+        if family.videos:
+            token = "an image's" if family.video_token == family.image_token or family.videos == "images" else "its own"
+            after = "largest position + 1" if family.row_positions is positions_after_videos else "the model's"
+            most = {0: "frames as images", 1: "one in a prompt"}.get(family.videos_in_vllm, "any number")
+            alike.setdefault((VIDEO_FORMS[family.videos], token, after, most), []).append(f"`{name}`")
+    rows = [[", ".join(names), *facts] for facts, names in alike.items()]
+    rows.append(
+        ["all others, and types without a row", VIDEO_FORMS[None], "an image's", "the model's", "frames as images"]
+    )
+    return markdown(["`model_type`", "a video is", "placeholder token", "text after it starts at", "in vLLM"], rows)
+
+
 TABLES = {"families": families, "engines": engines, "shardings": shardings}
+"""The tables of docs/support.md."""
+FAMILY_TABLES = {"videos": videos}
+"""Those of docs/families.md."""
 
 
-def with_tables(page: str) -> str:
+def with_tables(page: str, tables: dict[str, Callable[[], str]] = TABLES) -> str:
     """Return the page with each table made again, between the comments that name it."""
-    for name, table in TABLES.items():
+    for name, table in tables.items():
         begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
         before, rest = page.split(begin)
         after = rest.split(end)[1]
@@ -129,3 +157,4 @@ def with_tables(page: str) -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(with_tables(PAGE.read_text()))
+    FAMILIES_PAGE.write_text(with_tables(FAMILIES_PAGE.read_text(), FAMILY_TABLES))

@@ -29,8 +29,16 @@ OWN_CODE_PATHS = FAST_FAMILIES | {
     "kimi_k25",  # latent attention
     "qwen3_vl_moe",  # experts
     "minicpmv4_7",  # positions of a canvas
+    "hunyuan_vl",  # positions on four axes
+    "llama4",  # dense rows alone, layers in which padding matters, features that the forward projects
+    "qwen2_5_omni_thinker",  # no module holds all but the LM head, and one for audio is not used
 }
 """Families of `make test-ci`: one of each kind. The others share their code paths, and most of their tests are slow."""
+LATER_FAMILIES = {
+    "ernie4_5_vl_moe", "exaone4_5", "fast_vlm", "gemma4_unified", "glm4v_moe", "glm_ocr", "granite4_vision",
+    "minimax_m3_vl", "paddleocr_vl", "qwen3_omni_moe_thinker", "qwen4_exp", "step3p7", "video_llama_3",
+}  # fmt: skip
+"""Families of which all tests are slow. Of others, some short tests are in `make test-ci`."""
 
 
 def in_tiers(values: Iterable[Any], fast: Collection[Any], ci: Collection[Any] | None = None) -> list[Any]:
@@ -41,6 +49,12 @@ def in_tiers(values: Iterable[Any], fast: Collection[Any], ci: Collection[Any] |
     values = list(values)
     ci = values if ci is None else ci
     return [pytest.param(v, marks=() if v in fast else pytest.mark.ci if v in ci else pytest.mark.slow) for v in values]
+
+
+def short_test_of_families(families: Iterable[str]) -> list[Any]:
+    """Return families as parameters of a short test, with most of them in the first two tiers."""
+    families = sorted(families)
+    return in_tiers(families, FAST_FAMILIES, set(families) - LATER_FAMILIES)
 
 
 def families_in_tiers(families: Iterable[str]) -> list[Any]:

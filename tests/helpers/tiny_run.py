@@ -95,7 +95,7 @@ DEFAULTS: dict[str, Any] = {
 def metric_lines(output_dir: Path) -> list[dict[str, Any]]:
     """`metrics.jsonl` without times, what is computed from them, and the memory that the process holds."""
     lines = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
-    timed = ("time/", "data_wait_fraction", "balance/seconds", "memory/held")
+    timed = ("time/", "data_wait_fraction", "environment/engine_wait_fraction", "balance/seconds", "memory/held")
     return [{name: value for name, value in line.items() if not name.startswith(timed)} for line in lines]
 
 

@@ -21,9 +21,10 @@ from rl_vlm.data.prompts import PromptBuilder
 from rl_vlm.data.samples import load_rows
 from rl_vlm.data.turns import TurnFormat
 from rl_vlm.reward.suite import RewardSuite
-from rl_vlm.rollout.environments.contract import load_toolbox
-from rl_vlm.rollout.environments.driver import Trajectories, TurnLimits
+from rl_vlm.rollout.environments.driver import Trajectories
 from rl_vlm.rollout.environments.instances import Instances
+from rl_vlm.rollout.environments.loading import load_toolbox
+from rl_vlm.rollout.environments.turns import TurnLimits
 from rl_vlm.rollout.scoring import score_groups, weighted_rewards
 from rl_vlm.types import Group, RolloutRequest, Sampling, ScoredGroup, TrainerState
 from tests.helpers.scripted import Script, ScriptedEngine
