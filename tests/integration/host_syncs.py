@@ -26,7 +26,7 @@ from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rl_vlm.config.schema import RunConfig
+from rl_vlm.config.schema import RunConfig, SharedAttention
 from rl_vlm.distributed.collectives import SingleRank
 from rl_vlm.model.shared_prefix import MaskFunction, RowLayout
 from rl_vlm.plan.tracing import step
@@ -203,7 +203,7 @@ def host_syncs(config: RunConfig, checkpoint: str, groups: list[ScoredGroup]) ->
     syncs, tokens = HostSyncs(), config.memory.micro_batch_tokens
     assert tokens != "auto"
 
-    def with_masks(layout: RowLayout, mask_function: MaskFunction, two_calls: bool = False) -> RowLayout:
+    def with_masks(layout: RowLayout, mask_function: MaskFunction, setting: SharedAttention = "auto") -> RowLayout:
         layout.block_mask(mask_function)
         return layout
 

@@ -27,6 +27,7 @@ from rl_vlm.types import Prompt
 from tests.helpers.builders import sharp_checkpoint
 from tests.helpers.resuming import resumed
 from tests.helpers.tiny_run import build_checkpoint, make_config, metric_lines, weights
+from tests.helpers.videos import noise_video, video_prompt
 from tests.tiny.build import build_tiny
 
 pytestmark = pytest.mark.ci
@@ -69,6 +70,30 @@ def test_no_plan_takes_more_than_the_bound(family: str, tmp_path: Path):
         model = traced_model(config, checkpoint, found, prompt, on_gpu=False)
         plan = plan_memory(config, Hardware(Card("CPU", 8 * GIB), 1, 1, UNSHARDED), model)
         assert plan.training.total < bytes_at_most(config, checkpoint, prompt, 8192)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", pytest.param("glm4v", marks=pytest.mark.slow), "internvl"])
+def test_the_plan_of_a_video_has_its_true_size(family: str, tmp_path: Path):
+    checkpoint = build_tiny(family, tmp_path / "model")
+    config = make_config(str(checkpoint), tmp_path, micro_batch_tokens=8192)
+    # 32 x 24 pixels are 8 x 6 patches, four of which are a token. InternVL has a tile of 4 tokens for each frame.
+    expected = {"qwen2_5_vl": (48, 192), "glm4v": (48, 192), "internvl": (32, 128)}
+    plans = []
+    for form in ("native", "frames"):
+        prompt = video_prompt(checkpoint, [noise_video(8, seed=1)], video_format=form)
+        found = read_config(config, str(checkpoint))
+        model = traced_model(config, str(checkpoint), found, prompt, on_gpu=False)
+        assert model.prompt_tokens == len(prompt.token_ids)
+        if form == "native":
+            assert (model.image_tokens, model.patches) == expected[family]
+        size = PromptSize(24 * 32, 10, num_frames=8, video_format=form)
+        planned = traced_model(config, str(checkpoint), found, make_prompt(found, size), on_gpu=False)
+        assert planned.activations.per_patch == pytest.approx(model.activations.per_patch, rel=0.05)
+        plans.append(plan_memory(config, Hardware(Card("CPU", 8 * GIB), 1, 1, UNSHARDED), model))
+        assert plans[-1].training.total < bytes_at_most(config, str(checkpoint), prompt, 8192)
+    # a patch of a video takes the memory of a patch of an image
+    prices = [plan.activations.per_patch for plan in plans]
+    assert prices[0] == pytest.approx(prices[1], rel=0.05)
 
 
 def test_a_model_that_surely_fits_on_a_cpu_is_not_traced(checkpoint: Path, tmp_path: Path, caplog, monkeypatch):

@@ -276,7 +276,7 @@ def test_rows_that_cannot_be_used_are_dropped_if_asked_for_and_listed(tiny_check
     train(config)
     dropped = [json.loads(line) for line in (tmp_path / "run" / "dropped_prompts.jsonl").read_text().splitlines()]
     assert [(line["sample_id"], line["row"]) for line in dropped] == [("row-7", 7), ("row-9", 9)] * 2
-    assert "7.png: not an image" in dropped[0]["reason"] and "9.png" in dropped[1]["reason"]
+    assert "7.png: the image cannot be read: not an image" in dropped[0]["reason"] and "9.png" in dropped[1]["reason"]
     (trained,) = completions(tmp_path / "run").values()
     usable = {f"row-{i}" for i in range(12)} - {"row-7", "row-9"}
     assert {row["sample_id"] for row in trained} == usable

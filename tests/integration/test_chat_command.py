@@ -68,6 +68,8 @@ def test_a_signal_ends_it_after_an_answer_to_every_request(number, status, run):
     with started(str(run), "--served-model-name", "tiny") as (process, printed, url):
         assert f"max_pixels             1024           ({run / 'config.yaml'})" in printed
         assert printed.splitlines()[0].startswith(f"{run / 'checkpoint-4'} answers with engine hf")
+        proven = [line.split()[0] for line in printed.partition("on this device:\n")[2].splitlines()]
+        assert proven == ["holds"] * 6 + ["A", "base", "model"]
         assert chat(url, question(noise_image(16, 16, 0)))["usage"]["prompt_tokens"] > 4
 
         statuses: list[int] = []

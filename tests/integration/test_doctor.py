@@ -1,6 +1,7 @@
 """The doctor finds what is planted and nothing else: in rows, in the model, and in the two steps of the run."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from rl_vlm.tools.checks.diagnosis import Diagnosis
 from rl_vlm.tools.checks.machine import checkpoint_bytes
 from rl_vlm.tools.checks.table import examine
 from tests.helpers import tiny_run
+from tests.helpers.builders import sharp_checkpoint
+from tests.helpers.flex_on_cpu import mask_off_by_a_block, use_flex_attention
 from tests.integration.planted_rows import KINDS, MAX_PIXELS, MAX_TOKENS, REWARD, write_planted
 
 LEARNABLE = f"{__name__}:readable"
@@ -89,8 +92,14 @@ def config_of_run(checkpoint: Path, output_dir: Path, **settings: Any) -> RunCon
 
 def test_a_sound_run_is_clean_and_leaves_nothing(tiny_checkpoint: Path, tmp_path: Path):
     diagnosis = examine(config_of_run(tiny_checkpoint, tmp_path / "run"))
-    assert (diagnosis.findings, diagnosis.not_checked, diagnosis.status) == ([], [], 0)
+    assert (diagnosis.findings, diagnosis.status) == ([], 0)
+    assert diagnosis.not_checked == [
+        "before the first step: the run's rows and rows with the prompt of another row were not checked: there is one "
+        "prompt"
+    ]
     assert "two steps of the run on 8 rows, and a checkpoint" in diagnosis.checked
+    proven = [line for line in diagnosis.checked if line.startswith("before the first step: ")]
+    assert len(proven) == 7 and "own forward differ in log-probs by" in proven[1]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -135,6 +144,16 @@ def test_a_run_that_cannot_take_a_step_is_found(tiny_checkpoint: Path, tmp_path:
     (finding,) = diagnosis.findings
     assert (finding.severity, finding.kind) == ("error", "two steps of the run")
     assert "because reward functions failed: broken/exception 5" in finding.what
+
+
+def test_a_slower_way_is_a_warning_with_both_numbers(tmp_path: Path, monkeypatch):
+    checkpoint = sharp_checkpoint("qwen2_5_vl", tmp_path / "model")
+    use_flex_attention(monkeypatch, mask_off_by_a_block)
+    diagnosis = examine(config_of_run(checkpoint, tmp_path / "run", prefix_sharing="auto"))
+    (finding,) = diagnosis.findings
+    assert (finding.severity, finding.kind) == ("warning", "rows that are not proven")
+    assert re.search(r"differ in log-probs by \S+ \(bound 1.0e-05\)", finding.what)
+    assert finding.what.endswith("The run goes on with dense rows, which is slower")
 
 
 def test_prompts_beyond_the_token_budget(tiny_checkpoint: Path, tmp_path: Path):

@@ -22,6 +22,7 @@ from rl_vlm.model.saving import PolicyFiles
 from rl_vlm.run.run import train
 from rl_vlm.types import Forward, ScoredGroup
 from tests.helpers.builders import make_groups, make_policy, noise_image, whole
+from tests.helpers.family_parity import shares
 from tests.helpers.stock import stock_logprobs
 from tests.helpers.tiers import families_in_tiers
 from tests.helpers.tiny_run import build_checkpoint, make_config, metric_lines
@@ -31,6 +32,8 @@ RATES = ("attention_dropout", "dropout", "hidden_dropout_prob", "projection_drop
 """Names that some families give their dropout rates."""
 TIMM_RATES = {"proj_drop_rate": 0.5, "drop_path_rate": 0.5}
 """Arguments of towers from timm."""
+NO_DROPOUT = {"ernie4_5_vl_moe"}
+"""Families without any rate."""
 SHAPES = [([noise_image(32, 24, seed=1)], [5, 3])]
 
 
@@ -66,10 +69,11 @@ def test_every_family_trains_without_dropout(family: str, tmp_path: Path) -> Non
     policy, groups = make_policy(checkpoint), make_groups(checkpoint, SHAPES)
     assert policy.training
     expected = own_logprobs(model.eval(), policy, groups)
-    assert largest_gap(own_logprobs(model.train(), policy, groups), expected) > 1e-3  # it has dropout
+    has_dropout = largest_gap(own_logprobs(model.train(), policy, groups), expected) > 5e-4
+    assert has_dropout == (family not in NO_DROPOUT)
     state = torch.get_rng_state()
     assert largest_gap(policy(Forward(whole(groups, shared=False))).logprobs_NT, expected) <= 1e-5
-    assert largest_gap(policy(Forward(whole(groups, shared=True))).logprobs_NT, expected) <= 1e-5
+    assert largest_gap(policy(Forward(whole(groups, shares(policy)))).logprobs_NT, expected) <= 1e-5
     assert torch.equal(torch.get_rng_state(), state)  # no layer draws a random number
 
 

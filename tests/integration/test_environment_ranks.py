@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.helpers import tiny_run
-from tests.helpers.calling import NUM_LOOKS, SHADES, calling_checkpoint
+from tests.helpers.calling import NUM_LOOKS, SHADES, STEPS, calling_checkpoint
 from tests.helpers.sharded_runs import Runs, differences
 from tests.helpers.tiers import in_tiers
 
@@ -41,3 +41,25 @@ def test_two_processes_train_on_the_trajectories_of_one(
         print(sharding, name, found)
         assert found.losses <= 1e-5 and found.norms <= 1e-4 and found.gradients <= 1e-5
         assert found.weights <= 1e-3
+
+
+EDITED: dict[str, Any] = TURNS | {
+    "environment": STEPS, "environment_protocol": "steps", "environment_kwargs": {"num_steps": 4}, "keep_images": 1,
+    "edit_every": 1, "max_turns": 5, "max_completion_length": 400, "importance_sampling_level": "sequence",
+    "num_iterations": 2, "max_steps": 4, "epsilon": 5.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("sharding", in_tiers(["ddp", "zero3", "fsdp2"], set(), {"fsdp2"}))
+def test_two_processes_cut_edited_contexts_as_one_does_not(sharding: str, checkpoint: Path, tmp_path: Path) -> None:
+    """GSPO's second update has one more forward of what is cut, and of dummies on the process that has less of it."""
+    settings = {"checkpoint": checkpoint, **EDITED}
+    one = Runs.of(tmp_path / "one", {"edited": settings | {"micro_batch_tokens": 100_000}}).train()
+    two = Runs.of(tmp_path / "two", {"edited": settings | {"micro_batch_tokens": 600}}).launch(sharding)
+    forwards = [
+        sum(line["compute/shared_forwards"] for line in tiny_run.metric_lines(runs["edited"])) for runs in (one, two)
+    ]
+    assert forwards[1] > 2 * forwards[0]
+    found = differences(one["edited"], two["edited"])
+    print(sharding, found)
+    assert found.losses <= 1e-5 and found.norms <= 1e-4 and found.gradients <= 1e-5

@@ -14,14 +14,16 @@ from typing import Any
 import datasets
 import pyarrow.parquet
 import pytest
+import torch
 
 from launch import cli
 from rl_vlm.config.describe import to_yaml
 from rl_vlm.config.schema import DataConfig
 from rl_vlm.data.samples import load_rows
-from rl_vlm.errors import ConfigError, RolloutError
+from rl_vlm.errors import ConfigError, ModelError, RolloutError
 from rl_vlm.evaluation.options import EvaluationOptions
 from rl_vlm.evaluation.run import evaluate_run
+from rl_vlm.log.starts import read_starts
 from rl_vlm.rollout.hf import HFEngine
 from rl_vlm.run.run import train
 from rl_vlm.tools.report.build import build_page
@@ -52,6 +54,34 @@ def fails_on_one_row(completion_ids: list[list[int]], id: list[str], **_: Any) -
 
 def evaluation_rows(output_dir: Path) -> list[dict[str, Any]]:
     return pyarrow.parquet.read_table(output_dir / "evaluation" / "completions.parquet").to_pylist()
+
+
+def test_the_model_is_proven(tiny_checkpoint, tmp_path, monkeypatch):
+    given = {"eval_dataset_name": tiny_run.HELD_OUT_ROWS, **SAMPLED}
+    evaluate_run(make_config(tiny_checkpoint, tmp_path / "right", **given))
+    (start,) = read_starts(tmp_path / "right" / "evaluation")
+    results = {each["check"].partition(" differ")[0]: each["result"] for each in start["proof"]["checks"]}
+    assert results == {
+        "dense rows and the same rows once more": "holds",
+        "dense rows and the model's own forward": "holds",
+        "the run's rows and rows beside other completions": "holds",
+        "the run's rows and rows with other images": "holds",
+        "the run's rows and rows with the prompt of another row were not checked: there is one prompt": "untried",
+        "rollouts and dense rows": "holds",
+    }
+    evaluate_run(make_config(tiny_checkpoint, tmp_path / "off", verify="off", **given))
+    assert read_starts(tmp_path / "off" / "evaluation")[0]["proof"] == {}
+    run_model = HFEngine.run_model
+
+    def shifted(engine, *args):
+        cache, logits = run_model(engine, *args)
+        return cache, logits + torch.linspace(0, 2, logits.shape[-1])
+
+    monkeypatch.setattr(HFEngine, "run_model", shifted)
+    with pytest.raises(ModelError, match="Rollouts and dense rows differ on this CPU in log-probs by"):
+        evaluate_run(make_config(tiny_checkpoint, tmp_path / "wrong", **given))
+    (start,) = read_starts(tmp_path / "wrong" / "evaluation")
+    assert [each["result"] for each in start["proof"]["checks"]][-1] == "failed"
 
 
 @pytest.mark.parametrize("settings", [{}, SAMPLED, {"use_peft": True}], ids=["greedy", "sampled", "lora"])
@@ -90,7 +120,7 @@ def test_n_completions_of_every_sample(tiny_checkpoint, tmp_path):
 
 def test_the_bars_of_libraries_are_hidden(tiny_checkpoint, tmp_path, capsys):
     datasets.enable_progress_bars()
-    config = make_config(tiny_checkpoint, tmp_path, eval_dataset_name=tiny_run.HELD_OUT_ROWS)
+    config = make_config(tiny_checkpoint, tmp_path, eval_dataset_name=tiny_run.HELD_OUT_ROWS, verify="off")
     (tmp_path / "run.yaml").write_text(to_yaml(config))
     assert cli.main(["eval", str(tmp_path / "run.yaml"), "--keep", "0..1"]) == 0
     lines = [line.split(", completions/s")[0] for line in capsys.readouterr().err.splitlines()]

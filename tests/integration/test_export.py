@@ -11,6 +11,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -113,6 +114,28 @@ def test_a_merged_adapter_loads_in_transformers(base: Path, lora_run: Path, tmp_
     expected = of_policy(base, lora_run / "checkpoint-2", **LORA)
     assert far(of_library(base, load(directory)), expected) <= TOLERANCE
     assert not (directory / "adapter_config.json").exists()
+
+
+def test_adapters_by_part_change_and_load_in_peft_and_merged(base: Path, tmp_path: Path):
+    """The head of one family is tied to the embeddings, which the adapter leaves as they are."""
+    by_part = {**LORA, "lora_target_modules": ["lm_head", "projector", "vision_tower"]}
+    run = trained(base, tmp_path / "run", **by_part)
+    stored = load_file(run / "checkpoint-2" / "adapter_model.safetensors")
+    assert all(tensor.any() for tensor in stored.values())  # B starts at zero
+    of_parts = {name.split(".lora_")[0].removeprefix("base_model.model.") for name in stored}
+    first = {"qwen2_5_vl": "model.visual.", "internvl": "model.vision_tower."}[load(base).config.model_type]
+    projector = ("model.visual.merger.", "model.multi_modal_projector.")
+    numbers = [sum(name.startswith(prefix) for name in of_parts) for prefix in ("lm_head", projector, first)]
+    assert numbers in ([1, 2, 12], [1, 2, 6]) and len(of_parts) in (13, 9)
+
+    expected = of_policy(base, run / "checkpoint-2", **by_part)
+    assert far(of_library(base, load(base)), expected) > 0.01
+    by_peft = peft.PeftModel.from_pretrained(load(base), run / "checkpoint-2")
+    assert far(of_library(base, by_peft.get_base_model()), expected) <= TOLERANCE
+    _, directory = export(run, merge=True)
+    assert far(of_library(base, load(directory)), expected) <= TOLERANCE
+    embeddings = [load(path).get_input_embeddings().weight for path in (base, directory)]
+    assert torch.equal(*embeddings)
 
 
 def test_the_precision_is_that_of_the_run_unless_it_is_given(base: Path, tmp_path: Path):

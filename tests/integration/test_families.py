@@ -1,5 +1,6 @@
 """Every family: training passes against the model's own forward, and rollouts against its own `generate`."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import AutoTokenizer
 
 from rl_vlm.data.sampler import Draw
@@ -15,11 +17,20 @@ from rl_vlm.model.layout import ForwardInputs
 from rl_vlm.model.policy import Policy
 from rl_vlm.rollout.hf import HFEngine
 from rl_vlm.rollout.partial import InFlight, roll_on
-from rl_vlm.types import Group, Observation, Prompt, RolloutRequest, Sampling
-from tests.helpers.builders import gradient_error, make_observation, make_policy, make_prompt, noise_image
+from rl_vlm.types import Forward, Group, Observation, Prompt, RolloutRequest, Sampling, ScoredGroup
+from tests.helpers.builders import (
+    gradient_error,
+    make_observation,
+    make_policy,
+    make_prompt,
+    noise_image,
+    sharp_checkpoint,
+    whole,
+)
 from tests.helpers.cut_groups import cut, cut_gradients
 from tests.helpers.family_parity import (
     CASES,
+    DENSE_ALONE,
     FP32_ROUNDING,
     IMAGE_TURNS,
     ONE_IMAGE,
@@ -31,10 +42,11 @@ from tests.helpers.family_parity import (
     measure,
     observed_text,
     scores,
+    shares,
     stock_scores,
 )
 from tests.helpers.stock import generate_with_transformers, stock_logprobs
-from tests.helpers.tiers import FAST_FAMILIES, families_in_tiers, in_tiers
+from tests.helpers.tiers import FAST_FAMILIES, families_in_tiers, in_tiers, short_test_of_families
 from tests.helpers.wrong_rows import WRONG_ROWS, WRONG_TURNS, another_observed_image, effect
 from tests.tiny.build import ALL_FAMILIES, TINY_FAMILIES
 
@@ -50,7 +62,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "family" in metafunc.fixturenames:
         families = families_in_tiers(TINY_FAMILIES)
         if metafunc.function is test_generator_logprobs_are_those_of_the_models_own_forward:
-            families = in_tiers(sorted(TINY_FAMILIES), FAST_FAMILIES)
+            families = short_test_of_families(TINY_FAMILIES)
         elif metafunc.function is test_trajectories_are_exact_for_each_way_to_train:
             families = in_tiers(sorted(TINY_FAMILIES), fast=(), ci=FAST_FAMILIES)
         metafunc.parametrize("family", families, scope="module")
@@ -89,12 +101,13 @@ def test_shared_equals_dense_for_each_way_to_train(family: str, checkpoint: Path
     if family != "mllama":  # it has one prompt in a row
         groups += case_groups(checkpoint, names[1])
     dense = scores(policy, groups, shared=False)
+    expected = dense if shares(policy) else stock_scores(policy, groups)
     assert any("lora_" in name for name in dense.gradients) == variant.startswith("LoRA")
     trains_vision = any(
         name.removeprefix("model.").startswith(policy.family.vision_prefixes) for name in dense.gradients
     )
     assert trains_vision == (variant == "checkpointing")
-    parity = Parity.of(scores(policy, groups, shared=True), dense)
+    parity = Parity.of(scores(policy, groups, shares(policy)), expected)
     assert parity.logprobs <= 1e-5
     assert parity.gradients <= FP32_ROUNDING.get(family, 1e-5)
 
@@ -108,7 +121,7 @@ def test_trajectories_are_exact_for_each_way_to_train(family: str, checkpoint: P
         if len(groups) == 1 and family != "mllama":  # it has one prompt in a row
             groups += case_groups(checkpoint, "several prompts", torch.float64)
         expected = stock_scores(policy, groups)
-        assert Parity.of(scores(policy, groups, shared=True), expected).worst <= 1e-9
+        assert Parity.of(scores(policy, groups, shares(policy)), expected).worst <= 1e-9
         assert Parity.of(scores(policy, groups, shared=False), expected).worst <= 1e-9
         batches = cut(policy, groups)
         assert len(batches) > len(groups)
@@ -119,6 +132,8 @@ def test_trajectories_are_exact_for_each_way_to_train(family: str, checkpoint: P
 def test_what_must_not_happen_in_turns_would_show(
     family: str, checkpoint: Path, policy: Policy, change: Callable[[ForwardInputs], ForwardInputs]
 ) -> None:
+    if family in DENSE_ALONE:
+        pytest.skip("it shares no prefixes")
     case = IMAGE_TURNS if IMAGE_TURNS in cases(family) else TEXT_TURNS
     if case == TEXT_TURNS and change is another_observed_image:
         pytest.skip("its observations have no image")
@@ -127,9 +142,37 @@ def test_what_must_not_happen_in_turns_would_show(
 
 @pytest.mark.parametrize("change", WRONG_ROWS)
 def test_what_must_not_happen_would_show(
-    checkpoint: Path, policy: Policy, change: Callable[[ForwardInputs], ForwardInputs]
+    family: str, checkpoint: Path, policy: Policy, change: Callable[[ForwardInputs], ForwardInputs]
 ) -> None:
+    if family in DENSE_ALONE:
+        pytest.skip("it shares no prefixes")
     assert effect(policy, case_groups(checkpoint, "one image"), change) >= 0.01
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("sparse", "select_all"), [
+    ("llama4", {"attention_chunk_size": 512}),
+    ("minimax_m3_vl", {"index_topk_blocks": 512}),
+    ("qwen4_exp", {"indexer_budget": 512}),
+])  # fmt: skip
+@pytest.mark.slow
+def test_layers_that_select_tokens_keep_transformers_attention(
+    sparse: str, select_all: dict[str, int], tmp_path: Path
+) -> None:
+    """Both indexers are used only for the names of transformers' attention, so a forward of ours would not show it."""
+    policy = make_policy(sharp_checkpoint(sparse, tmp_path / "sparse"))
+    text = policy.transformer.config.get_text_config()
+    assert text._attn_implementation == "sdpa"
+    groups = case_groups(tmp_path / "sparse", "one image")
+    found = scores_without_gradients(policy, groups)
+    config = json.loads((tmp_path / "sparse" / "config.json").read_text())
+    config["text_config"] |= select_all
+    (tmp_path / "sparse" / "config.json").write_text(json.dumps(config))
+    assert (scores_without_gradients(make_policy(tmp_path / "sparse"), groups) - found).abs().max() >= 0.01
+
+
+def scores_without_gradients(policy: Policy, groups: list[ScoredGroup]) -> Tensor:
+    return policy(Forward(whole(groups, shared=False))).logprobs_NT
 
 
 def prompts_of(family: str, checkpoint: Path) -> list[Prompt]:
@@ -225,7 +268,7 @@ def test_paused_completions_go_on_as_if_they_had_not_been(family: str, checkpoin
     assert [set(lengths) for lengths in rollouts] == [{0}, {3}, {6}]
     for found, expected in zip(finished.values(), engine.generate([one.request for one in new], at_once), strict=True):
         assert found.group_id == expected.group_id
-        for ours, whole in zip(found.completions, expected.completions, strict=True):
-            assert (ours.token_ids.tolist(), ours.finish_reason) == (whole.token_ids.tolist(), whole.finish_reason)
-            assert (ours.generator_logprobs - whole.generator_logprobs).abs().max() <= 1e-5
-            assert ours.text == whole.text
+        for ours, at_end in zip(found.completions, expected.completions, strict=True):
+            assert (ours.token_ids.tolist(), ours.finish_reason) == (at_end.token_ids.tolist(), at_end.finish_reason)
+            assert (ours.generator_logprobs - at_end.generator_logprobs).abs().max() <= 1e-5
+            assert ours.text == at_end.text

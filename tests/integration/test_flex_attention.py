@@ -13,7 +13,16 @@ from rl_vlm.errors import ModelError
 from rl_vlm.model.policy import Policy
 from rl_vlm.types import Forward, ScoredGroup
 from tests.helpers.builders import make_group, make_policy, make_prompt, noise_image, sharp_checkpoint, whole
-from tests.helpers.family_parity import FP32_ROUNDING, IMAGE_TURNS, NEED_AN_IMAGE, Parity, case_groups, cases, scores
+from tests.helpers.family_parity import (
+    DENSE_ALONE,
+    FP32_ROUNDING,
+    IMAGE_TURNS,
+    NEED_AN_IMAGE,
+    Parity,
+    case_groups,
+    cases,
+    scores,
+)
 from tests.helpers.flex_on_cpu import captured_tensors_of_another_row, num_graphs, use_flex_attention
 from tests.helpers.tiers import OWN_CODE_PATHS, in_tiers
 from tests.tiny.build import TINY_FAMILIES
@@ -33,7 +42,8 @@ ADAPTERS: dict[str, Any] = {"use_peft": True, "lora_r": 4, "freeze_vision_tower"
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Give the test of families each kind of mask in the first tier."""
     if "family" in metafunc.fixturenames:
-        metafunc.parametrize("family", in_tiers(sorted(TINY_FAMILIES), KINDS_OF_MASKS, OWN_CODE_PATHS), scope="module")
+        families = sorted(TINY_FAMILIES.keys() - DENSE_ALONE)
+        metafunc.parametrize("family", in_tiers(families, KINDS_OF_MASKS, OWN_CODE_PATHS), scope="module")
 
 
 def rows_of(family: str, checkpoint: Path) -> dict[str, list[ScoredGroup]]:

@@ -16,7 +16,8 @@ from rl_vlm.model.policy import Policy
 from rl_vlm.model.shared_prefix import enable_shared_rows
 from rl_vlm.model.vision import VisionEncoder
 from rl_vlm.rollout import hf
-from rl_vlm.rollout.hf import EndOfTurn, HFEngine
+from rl_vlm.rollout.hf import HFEngine
+from rl_vlm.rollout.sampling import EndOfTurn
 from rl_vlm.tiny.qwen import QWEN
 from rl_vlm.types import (
     NO_TOKENS,
@@ -310,7 +311,7 @@ def test_the_cache_is_used_and_modes_come_back_with_gradient_checkpointing_on(en
         assert modes == [(m.training, getattr(m, "gradient_checkpointing", None)) for m in model.modules()]
 
         broken = Prompt(prompts["one"].sample, prompts["text"].token_ids, {}, {})
-        with pytest.raises(KeyError, match="mm_token_type_ids"):
+        with pytest.raises(TypeError, match="mm_token_type_ids"):
             engine.generate([RolloutRequest("g", broken)], make_sampling())
         assert modes == [(m.training, getattr(m, "gradient_checkpointing", None)) for m in model.modules()]
     finally:

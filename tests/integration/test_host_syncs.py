@@ -34,7 +34,7 @@ IN_TRANSFORMERS = {
         "generic.py:get_max_seqlen: _local_scalar_dense": "reads the longest window and image, once per run",
         "modeling_qwen2_5_vl.py:get_image_features: _local_scalar_dense": "splits features by image",
     },
-    "model/policy.py:hidden_of_rows": {
+    "model/body.py:run_body": {
         "import_utils.py:torch_compilable_check: _local_scalar_dense": "compares placeholders with features",
         "modeling_qwen2_5_vl.py:forward: masked_scatter_backward": "selects the gradients of features by placeholder",
     },

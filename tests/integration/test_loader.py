@@ -71,6 +71,7 @@ def test_workers_build_ahead_once_per_prompt_while_the_cursor_stays_and_close_en
         assert [prompt.sample.images[0].getpixel((0, 0)) for prompt in prompts] == [(row, 0, 0) for row in rows]
         assert [prompt.mm_inputs["pixel_values"].tolist() for prompt in prompts] == [[[row] * 3] * 2 for row in rows]
         assert all((threads, cuda) == (1, 0) and pid != os.getpid() for _, threads, cuda, pid in facts(prompts))
+        assert all("digest" in vars(prompt) for prompt in prompts)  # hashed in the worker
     wait_until(lambda: len(built()) == NUM_ROWS + 4)
     assert sorted(row for row, _ in built()) == sorted([*range(NUM_ROWS), 0, 1, 2, 3])
 
@@ -96,7 +97,9 @@ def test_a_broken_image_is_the_error_that_it_is_without_workers_and_its_step_can
     with pytest.raises(DataError) as found:
         step(prefetcher)
     assert str(found.value) == str(expected.value)
-    assert str(found.value).startswith(f"rows, row 3, column image, {tmp_path}/3.png: not an image")
+    assert str(found.value).startswith(
+        f"rows, row 3, column image, {tmp_path}/3.png: the image cannot be read: not an image"
+    )
 
     prefetcher.sampler.load_state_dict(cursor)
     Image.new("RGB", (4, 3)).save(tmp_path / "3.png")

@@ -27,6 +27,7 @@ pytestmark = pytest.mark.ci
 NUM_STEPS = 2
 TOKENS = 150
 LORA = {"use_peft": True, "lora_r": 4, "lora_alpha": 4.0, "freeze_vision_tower": True}
+LORA_BY_PART = {"use_peft": True, "lora_r": 4, "lora_target_modules": ["lm_head", "projector", "vision_tower"]}
 
 
 class RealBytes(LiveBytes):
@@ -75,7 +76,7 @@ def growth(blocks: Mapping[Stage, Block]) -> dict[str, list[int]]:
 
 def run_config(checkpoint: Path, **sections: Any) -> RunConfig:
     given: dict[str, Any] = {
-        "model": {"model_name_or_path": str(checkpoint)},
+        "model": {"model_name_or_path": str(checkpoint), "verify": "off"},
         "rollout": {"num_generations": 4, "max_completion_length": 24},
         "memory": {"micro_batch_tokens": TOKENS, "gradient_checkpointing": False},
     }
@@ -89,6 +90,7 @@ def run_config(checkpoint: Path, **sections: Any) -> RunConfig:
         ("qwen2_5_vl", {"memory": {"gradient_checkpointing": True}}),
         ("qwen2_5_vl", {"algorithm": {"beta": 0.1}}),
         ("qwen2_5_vl", {"model": LORA, "algorithm": {"beta": 0.1}}),
+        ("qwen2_5_vl", {"model": LORA_BY_PART, "algorithm": {"beta": 0.1}}),
         ("qwen2_5_vl", {"model": {"dtype": "bfloat16"}}),
         ("qwen2_5_vl", {"train": {"optim": "adafactor"}}),
         pytest.param("qwen3_vl", {"memory": {"gradient_checkpointing": True}}, marks=pytest.mark.slow),

@@ -4,6 +4,7 @@ It needs the package playwright, and Chromium: `pip install playwright`, and `pl
 of the system.
 """
 
+import json
 import re
 import shutil
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from rl_vlm.log.completions import window_path, write_rows
 from rl_vlm.tools.report.build import write_report
@@ -138,6 +140,28 @@ def test_curves_over_minutes_on_a_log_scale_and_smoothed(opened: Opened):
     assert float(heights[1]) > float(heights[0])
 
 
+def test_a_video_is_a_strip_above_two_bars(chromium: Any, tmp_path: Path):
+    settings = SETTINGS | {"rewards": {"reward_funcs": [{"function": "temporal_iou"}]}}
+    columns = {
+        "images": None, "image_sizes": [], "videos": ["images/strip.jpg"], "video_duration": [8.0],
+        "video_frame_times": [[0.0, 2.0, 4.0, 6.0]], "completion": "<answer>2 to 4</answer>", "data/solution": "[4, 8]",
+    }  # fmt: skip
+    folder = write_run(tmp_path / "run", settings, columns)
+    Image.new("RGB", (518, 96), "green").save(folder / "completions/images/strip.jpg")
+    write_report([folder], tmp_path / "report.html")
+    page = chromium.new_page()
+    page.goto((tmp_path / "report.html").as_uri())
+    strip = page.locator(".film img").bounding_box()
+    assert (strip["width"], strip["height"]) == (518, 96)
+    bars = [page.locator(f".bar-of .{kind}").bounding_box() for kind in ("gold", "predicted")]
+    for bar, start, end in zip(bars, (4, 2), (8, 4), strict=True):
+        assert bar["x"] - strip["x"] == pytest.approx(start / 8 * 518, abs=1)
+        assert bar["width"] == pytest.approx((end - start) / 8 * 518, abs=1)
+    assert page.locator(".axis span").all_inner_texts() == ["0 s", "8 s"]
+    assert page.locator("#whose-intervals").inner_text() == "predicted by #0"
+    page.close()
+
+
 def unfold_filters(page: Any) -> None:
     page.locator("#filtering").evaluate("details => { details.open = true; }")
 
@@ -154,7 +178,7 @@ def test_filters_leave_groups_that_fit(opened: Opened):
     page.fill("#f-low", "0.2")
     assert page.locator("#count").inner_text() == "0 groups"
     page.locator("#filters button[type=reset]").click()
-    page.wait_for_function("document.getElementById('count').textContent === '4 groups'")
+    page.locator("#count", has_text="4 groups").wait_for()
 
 
 def test_it_opens_on_the_group_that_changed_most_and_sorts_by_other_figures(opened: Opened):
@@ -205,6 +229,50 @@ def test_two_runs_have_a_prompt_side_by_side(chromium: Any, tmp_path: Path):
     page.locator("#group .side").nth(1).locator(".completion").nth(1).click()
     assert page.locator("#whose").inner_text() == "predicted by a #1"
     assert page.locator("#verdict table.runs tbody tr").count() == 2
+    page.close()
+
+
+def game(index: int, *steps: str) -> dict[str, Any]:
+    """A row of a game whose steps are an action and the digest of the picture after it."""
+    turns = [
+        {"text": f"{ATTACK}{action}", "reward": 0.25, "advantage": -1.5, "calls": [], "results": [
+            {"text": "", "images": 1, "digests": [digest], "kept": ["images/1.jpg"], "error": None, "seconds": 0.1},
+        ]}
+        for action, digest in steps
+    ]  # fmt: skip
+    return completion_row(0, 0, index, 1.0, {"turns": json.dumps(turns), "num_turns": len(turns), "completion": ATTACK})
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_turns_with_images_are_a_strip_that_marks_where_completions_part(chromium: Any, tmp_path: Path, width: int):
+    folder = write_run(tmp_path / "run")
+    write_rows(window_path(folder, 0), [game(0, *["lx"] * 12), game(1, "lx", "rx"), game(2, "ux")])
+    write_report([folder], tmp_path / "report.html")
+    page = chromium.new_page(viewport={"width": width, "height": 900})
+    page.goto((tmp_path / "report.html").as_uri() + "#group=run/0/training/row-0")
+    strips = [page.get_by_label(f"Frames of completion {i}") for i in range(3)]
+    assert [strip.locator("img").count() for strip in strips] == [13, 3, 2]  # the prompt's, and one after each turn
+    assert [strip.locator(".parting").all_inner_texts()[0].splitlines()[-1] for strip in strips] == [
+        "parts from #1", "parts from #0", "parts from all others",
+    ]  # fmt: skip
+    assert strips[1].locator("li").nth(1).get_attribute("class") == "parting"
+    assert strips[2].locator("li").first.inner_text().split("\n")[1:3] == ["reward 0.25", "advantage -1.5"]
+    assert strips[2].locator(".action").inner_text() == "…" + ATTACK[-59:] + "u"
+    assert page.evaluate("window.hit") is None
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    page.close()
+
+
+def test_a_table_of_long_names_is_not_wider_than_a_phone(chromium: Any, tmp_path: Path):
+    folder = write_run(tmp_path / "run")
+    figures = {"eval_rewards/Gymnasium_of_a_long_name/mean": -0.0063, "eval_rewards/solved/mean": 0.0625}
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 0, **figures}) + "\n" + json.dumps({"step": 2, **figures}) + "\n")
+    write_report([folder], tmp_path / "report.html")
+    page = chromium.new_page(viewport={"width": 390, "height": 800})
+    page.goto((tmp_path / "report.html").as_uri())
+    assert page.locator(".moved").count() == 1
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     page.close()
 
 

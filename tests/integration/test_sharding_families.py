@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers import mixed_run
 from tests.helpers.builders import sharp_checkpoint
 from tests.helpers.sharded_runs import Runs, differences
 
@@ -17,6 +18,10 @@ FAMILIES = [
     "glm4v",  # a position table that is read without calling its module
     "qwen3_5",  # layers with a state
     "qwen3_5_moe",
+    "lfm2_vl",  # projectors that transformers calls once per image
+    "minicpmv4_6",
+    "minicpmv4_7",
+    "paddleocr_vl",
 ]
 
 
@@ -30,8 +35,14 @@ BY_LAYER = {"qwen3_vl_by_layer": "qwen3_vl", "glm4v_by_layer": "glm4v", "qwen3_5
 """Runs whose rollouts gather the weights layer by layer."""
 
 
+WITH_VIDEOS = ["qwen2_5_vl", "qwen3_vl", "glm4v", "gemma3"]
+"""Families of runs in which one rank has videos alone while the other has images alone. Gemma 3 gets frames."""
+
+
 def settings(checkpoints: dict[str, Path]) -> dict[str, dict[str, Any]]:
-    return {family: {"checkpoint": path, "max_steps": 3, "beta": 0.04} for family, path in checkpoints.items()}
+    plain = {family: {"checkpoint": path, "max_steps": 3, "beta": 0.04} for family, path in checkpoints.items()}
+    videos = {"dataset_name": mixed_run.VIDEO_ROWS, "micro_batch_tokens": 400}
+    return plain | {f"{family}_videos": plain[family] | videos for family in WITH_VIDEOS}
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +58,7 @@ def two(checkpoints: dict[str, Path], request: pytest.FixtureRequest, tmp_path_f
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*FAMILIES, *BY_LAYER])
+@pytest.mark.parametrize("name", [*FAMILIES, *BY_LAYER, *(f"{family}_videos" for family in WITH_VIDEOS)])
 def test_every_family_trains_as_on_one_process(one: Runs, two: Runs, name: str) -> None:
     found = differences(one[BY_LAYER.get(name, name)], two[name])
     print(two.directory.name, name, found)
