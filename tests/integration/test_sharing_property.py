@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rl_vlm.model.policy import Policy
-from rl_vlm.passes.micro_batches import Sharing, Size, make_micro_batches
+from rl_vlm.passes.micro_batches import Sharing, batch_tokens, make_micro_batches
 from rl_vlm.types import Forward, MicroBatch, ScoredGroup
 from tests.helpers.builders import (
     gradient_error,
@@ -81,9 +81,7 @@ def test_any_cut_holds_the_batch_fits_and_scores_as_dense_rows(
 
     for batch in batches:
         # The tower of a cut group runs apart from its micro-batches.
-        price = make_budget(policy).price
-        sizes = [Size.of(s.scored, s.members, price, s.vision_apart) for s in batch.subgroups]
-        assert sum(sizes, Size()).tokens(batch.shared) <= budget or len(batch.completions) == 1
+        assert batch_tokens(batch, make_budget(policy).price) <= budget or len(batch.completions) == 1
 
     if not valid:
         return

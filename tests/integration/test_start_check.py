@@ -1,5 +1,6 @@
 """The check before the first step, on shared rows that are right and on shared rows with one fault each."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,15 @@ import pytest
 import torch
 
 from rl_vlm.errors import ModelError
+from rl_vlm.log.starts import read_starts
+from rl_vlm.passes import probing
+from rl_vlm.passes.checked_groups import ALL, CheckedSize, chosen, of_other_lengths
+from rl_vlm.passes.proof import AGAIN, GRADIENTS, OTHER_IMAGES, OTHER_PROMPTS, OWN_FORWARD, ROLLOUTS, SHARED, SIBLINGS
+from rl_vlm.run.run import train
 from rl_vlm.trainer import Trainer
 from rl_vlm.types import ScoredGroup
 from tests.helpers.builders import make_groups, make_policy, noise_image, sharp_checkpoint
+from tests.helpers.family_parity import DENSE_ALONE
 from tests.helpers.flex_on_cpu import (
     Attend,
     groups_of_heads_swapped,
@@ -23,8 +30,9 @@ from tests.helpers.flex_on_cpu import (
     use_flex_attention,
 )
 from tests.helpers.given_groups import make_trainer
-from tests.helpers.sharded_runs import Runs
+from tests.helpers.sharded_runs import Runs, differences
 from tests.helpers.tiers import families_in_tiers, in_tiers
+from tests.helpers.tiny_run import make_config
 from tests.tiny.build import TINY_FAMILIES
 
 FAULTS: dict[Callable[[Attend], Attend], str] = {
@@ -41,21 +49,29 @@ SHOW_IN_BFLOAT16 = [mask_off_by_a_block, scale_left_out, groups_of_heads_swapped
 
 
 def trainer_of(checkpoint: Path, **settings: Any) -> tuple[Trainer, list[ScoredGroup]]:
+    """With `sharing`, the way of `memory.prefix_sharing`; the other settings are the model's."""
     groups = make_groups(
         checkpoint, [([noise_image(64, 48, seed=1)], [200, 31, 90]), ([noise_image(32, 24, seed=2)], [17, 40])]
     )
-    return make_trainer(make_policy(checkpoint, **settings), groups), groups
+    sharing = settings.pop("sharing", "auto")
+    return make_trainer(make_policy(checkpoint, **settings), groups, prefix_sharing=sharing), groups
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", families_in_tiers(TINY_FAMILIES))
 def test_right_rows_pass(tmp_path: Path, family: str, dtype: str) -> None:
     trainer, groups = trainer_of(sharp_checkpoint(family, tmp_path), dtype=dtype)
-    comparisons = trainer.start_check.run(groups)
-    assert [each.name for each in comparisons] == ["log-probs", "the norm of a gradient"]
-    print(family, dtype, *comparisons)
-    assert not trainer.start_check.is_due
+    proof = trainer.start_check.run(groups)
+    print(family, dtype, *proof.checks, sep="\n")
+    shared = [] if family in DENSE_ALONE else [SHARED]
+    assert [check.of for check in proof.checks] == [
+        AGAIN, OWN_FORWARD, *shared, SIBLINGS, OTHER_IMAGES, OTHER_PROMPTS, ROLLOUTS, GRADIENTS,
+    ]  # fmt: skip
+    assert [check.of for check in proof.checks if check.untried] == [ROLLOUTS]  # they were not sampled
+    assert all(check.holds for check in proof.checks) and proof.fallback is None
+    assert not trainer.start_check.is_due and trainer.passes.sharing == ("auto" if shared else "dense")
     assert all(parameter.grad is None for parameter in trainer.policy.parameters())
+    assert not any(group.old_logprobs for group in groups)
 
 
 @pytest.mark.parametrize("sharding", in_tiers(["ddp", "zero2", "zero3", "fsdp2"], (), {"zero3"}))
@@ -67,6 +83,26 @@ def test_a_fault_of_one_rank_ends_all(tiny_checkpoint: Path, tmp_path: Path, sha
         assert f"[rank{rank}]: rl_vlm.errors.ModelError: Shared rows and dense rows differ on this CPU in" in log
 
 
+@pytest.mark.parametrize("sharding", in_tiers(["zero3", "fsdp2"], (), {"zero3"}))
+def test_ranks_gather_all_weights_for_most_checks(tiny_checkpoint: Path, tmp_path: Path, sharding: str) -> None:
+    """Training goes on as on one process. Weights that generation must not gather are not gathered here either."""
+    settings = {"checkpoint": tiny_checkpoint, "max_steps": 2, "save_steps": 1, "prefix_sharing": "auto"}
+    apart = {**settings, "ds3_gather_for_generation": False}
+    runs = Runs.of(tmp_path / "two", {"whole": settings, "apart": apart}).launch(sharding)
+    results = {name: read_starts(runs[name])[0]["proof"]["checks"] for name in ("whole", "apart")}
+    assert [(check["check"].split(" differ")[0], check["result"]) for check in results["whole"]] == [
+        (SHARED, "holds"), (AGAIN, "holds"), (OWN_FORWARD, "holds"), (SIBLINGS, "holds"), (OTHER_IMAGES, "holds"),
+        (OTHER_PROMPTS, "holds"), (ROLLOUTS, "holds"),
+        ("trained weights were not checked: they are sharded between ranks", "untried"),
+    ]  # fmt: skip
+    assert [check["result"] for check in results["apart"]] == ["holds", "untried"]
+    assert "ds3_gather_for_generation is false" in results["apart"][1]["check"]
+    one = Runs.of(tmp_path / "one", {"whole": settings}).train()
+    found = differences(one["whole"], runs["whole"])
+    print(sharding, found)
+    assert found.losses <= 1e-5 and found.norms <= 1e-4 and found.gradients <= 1e-5 and found.weights <= 1e-3
+
+
 @pytest.mark.parametrize(
     ("fault", "dtype"),
     [*((fault, "float32") for fault in FAULTS), *((fault, "bfloat16") for fault in SHOW_IN_BFLOAT16)],
@@ -74,7 +110,7 @@ def test_a_fault_of_one_rank_ends_all(tiny_checkpoint: Path, tmp_path: Path, sha
 def test_a_fault_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Callable[[Attend], Attend], dtype: str
 ) -> None:
-    trainer, groups = trainer_of(sharp_checkpoint(FAULTS[fault], tmp_path), dtype=dtype)
+    trainer, groups = trainer_of(sharp_checkpoint(FAULTS[fault], tmp_path), dtype=dtype, sharing="shared")
     use_flex_attention(monkeypatch, fault)
     with pytest.raises(ModelError, match=r"differ on this CPU in .*shared_attention: sdpa") as raised:
         trainer.start_check.run(groups)
@@ -82,17 +118,66 @@ def test_a_fault_ends_the_run(
 
 
 def test_wrong_gradients_of_right_rows_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer, groups = trainer_of(sharp_checkpoint("qwen2_5_vl", tmp_path))
+    trainer, groups = trainer_of(sharp_checkpoint("qwen2_5_vl", tmp_path), sharing="shared")
     use_flex_attention(monkeypatch, half_of_key_gradients)
     with pytest.raises(ModelError, match="differ on this CPU in the norm of a gradient by"):
         trainer.start_check.run(groups)
+
+
+def test_a_run_goes_on_with_dense_rows_if_sharing_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer, groups = trainer_of(sharp_checkpoint("qwen2_5_vl", tmp_path))
+    use_flex_attention(monkeypatch, mask_off_by_a_block)
+    proof = trainer.start_check.run(groups)
+    assert proof.fallback == "dense rows" and proof.state()["fallback"] == "dense rows"
+    assert "on this CPU. The run goes on with dense rows, which is slower" in caplog.text
+    rounds = trainer.passes.schedule(groups, groups[0], trainer.policy.vision, together=False)
+    assert {(work.forward.batch.shared, work.forward.batch.dense_reason) for work in rounds} == {(False, "not_proven")}
+
+
+def test_other_log_probs_of_rollouts_end_the_run(tmp_path: Path) -> None:
+    trainer, groups = trainer_of(sharp_checkpoint("qwen2_5_vl", tmp_path))
+    version = groups[0].group.policy_version
+    with pytest.raises(ModelError, match="Rollouts and dense rows differ on this CPU in log-probs by"):
+        trainer.start_check.run(groups, version)
+
+
+def test_a_frozen_language_model_that_should_be_trained_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, groups = trainer_of(sharp_checkpoint("qwen2_5_vl", tmp_path))
+    monkeypatch.setattr(probing, "weights_behind", lambda output: set())
+    with pytest.raises(ModelError, match="Trained weights no trained weight of the language model has a gradient"):
+        trainer.start_check.run(groups)
+
+
+def test_full_tries_each_number_of_images_and_other_lengths(tmp_path: Path) -> None:
+    """By default the first two groups are checked, and here they have no image and one."""
+    checkpoint = sharp_checkpoint("qwen2_5_vl", tmp_path)
+    one, other = noise_image(64, 48, seed=1), noise_image(32, 24, seed=2)
+    images = [[], [one], [one], [other, one], [other]]
+    groups = make_groups(checkpoint, [(each, [9 + i, 4]) for i, each in enumerate(images)])
+    assert [groups.index(group) for group in chosen(groups, CheckedSize())] == [0, 1, 3]
+    assert [groups.index(group) for group in chosen(groups, CheckedSize(groups=4))] == [0, 1, 2, 3]
+    assert chosen(groups, ALL) == groups
+    made = of_other_lengths(groups, longest=700, context=None)
+    assert [[len(each.token_ids) for each in group.group.completions] for group in made] == [[16, 358, 700]] * 3
+    assert [len(group.group.prompt.sample.images) for group in made] == [0, 1, 2]
+    number = len(groups[3].group.prompt.token_ids)
+    (group,) = of_other_lengths([groups[3]], longest=700, context=number + 40)
+    assert [len(each.token_ids) for each in group.group.completions] == [16, 28, 40]
+    trainer = make_trainer(make_policy(checkpoint), groups, prefix_sharing="auto", verify="full")
+    proof = trainer.start_check.run(groups)
+    assert {check.of: check.result for check in proof.checks if check.result != "holds"} == {ROLLOUTS: "untried"}
 
 
 @pytest.mark.parametrize("family", sorted(set(FAULTS.values())))
 def test_flex_attention_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     trainer, groups = trainer_of(sharp_checkpoint(family, tmp_path))
     use_flex_attention(monkeypatch)
-    assert len(trainer.start_check.run(groups)) == 2
+    proof = trainer.start_check.run(groups)
+    assert all(check.holds for check in proof.checks) and proof.fallback is None
 
 
 def test_a_check_without_memory_is_skipped(
@@ -101,6 +186,33 @@ def test_a_check_without_memory_is_skipped(
     trainer, groups = trainer_of(sharp_checkpoint("qwen2_5_vl", tmp_path))
     budget = trainer.recovery.budget.tokens
     monkeypatch.setattr(trainer.policy, "score", mock.Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory.")))
-    assert trainer.start_check.run(groups) == []
-    assert "shared rows were not compared with dense rows: out of memory with 5 completions" in caplog.text
+    (check,) = trainer.start_check.run(groups).checks
+    assert str(check).startswith("the first rows were not checked: out of memory with 5 completions")
+    assert str(check) in caplog.text and check.result == "untried"
     assert trainer.recovery.budget.tokens == budget
+
+
+def test_a_resumed_run_goes_on_with_the_slower_way(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also on a machine where shared rows would be proven."""
+    settings = {"prefix_sharing": "auto", "save_steps": 1, "resume_from_checkpoint": "auto"}
+    with monkeypatch.context() as patched:
+        use_flex_attention(patched, mask_off_by_a_block)
+        train(make_config(tiny_checkpoint, tmp_path, max_steps=1, **settings))
+    train(make_config(tiny_checkpoint, tmp_path, max_steps=2, **settings))
+    first, second = read_starts(tmp_path)
+    assert first["proof"]["fallback"] == "dense rows" and "shared rows and dense rows differ" in str(first["proof"])
+    assert second["proof"]["fallback"] == "dense rows"
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["compute/dense_forwards/not_proven"] > 0 for line in lines] == [True, True]
+    assert not any(line.get("compute/shared_forwards") for line in lines)
+
+
+def test_a_tower_that_runs_apart_has_gradients_elsewhere(tmp_path: Path) -> None:
+    """Groups are cut, so that the forward has only the tower's features."""
+    checkpoint = sharp_checkpoint("qwen2_5_vl", tmp_path)
+    _, groups = trainer_of(checkpoint)
+    trainer = make_trainer(make_policy(checkpoint), groups, prefix_sharing="auto", micro_batch_tokens=150)
+    proof = trainer.start_check.run(groups)
+    assert all(check.holds for check in proof.checks) and proof.checks[-1].of == GRADIENTS

@@ -21,16 +21,21 @@ from tests.helpers.tiers import families_in_tiers
 from tests.tiny.build import TINY_FAMILIES, build_tiny
 
 SIZES = {"one": [(32, 24)], "two": [(40, 20), (24, 64)]}
-ONE_SIZE = {"llava", "gemma3", "paligemma", "paligemma2", "cohere2_vision", "deepseek_vl", "got_ocr2", "mllama"}
+ONE_SIZE = {
+    "llava", "gemma3", "paligemma", "paligemma2", "cohere2_vision", "deepseek_vl", "got_ocr2", "mllama", "fast_vlm",
+}  # fmt: skip
 """Families whose images all become the same number of tokens."""
 FEW_OR_MANY_TOKENS = {
     "gemma4": (55, 64),
     "gemma4_bidirectional": (55, 64),
     "gemma4_moe": (55, 64),
+    "gemma4_unified": (55, 64),
     "got_ocr2": (256, 256),
+    "granite4_vision": (52, 88),
     "minicpmv4_6": (3, 10),
     "minicpmv4_7": (3, 10),
     "mllama": (1, 1),
+    "step3p7": (24, 52),
 }
 """Bounds for an image where they are not 4 and 40."""
 SLIDING_AND_FULL = {"sliding_attention", "full_attention"}
@@ -42,6 +47,12 @@ LAYER_TYPES = {
     "paligemma2": SLIDING_AND_FULL,
     "aya_vision": SLIDING_AND_FULL,
     "cohere2_vision": SLIDING_AND_FULL,
+    "exaone4_5": SLIDING_AND_FULL,
+    "gemma4_unified": SLIDING_AND_FULL,
+    "step3p7": SLIDING_AND_FULL,
+    "llama4": {"chunked_attention", "full_attention"},
+    "minimax_m3_vl": {"minimax_m3_sparse", "full_attention"},
+    "qwen4_exp": {"linear_attention", "indexed_attention"},
     "qwen3_5": {"linear_attention", "full_attention"},
     "qwen3_5_moe": {"linear_attention", "full_attention"},
     "minicpmv4_6": {"linear_attention", "full_attention"},

@@ -1,4 +1,4 @@
-"""`trainable_modules`: which weights each part is, and that they get the gradients of the model's own forward."""
+"""Training by part: which weights each part is, and that they get the gradients of the model's own forward."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 from rl_vlm.errors import ConfigError
 from rl_vlm.grpo_trainer import GRPOTrainer
 from rl_vlm.run.run import train
-from tests.helpers.builders import make_policy
+from tests.helpers.builders import make_policy, sharp_checkpoint
 from tests.helpers.family_parity import Parity, case_groups, scores, stock_scores
 from tests.helpers.resuming import assert_same_run, config_of, resumed, train_until
 from tests.helpers.tiny_run import DEFAULTS, model_weights, rows, token_sum
@@ -63,6 +63,16 @@ def test_each_part_gets_the_gradients_of_the_models_own_forward(
             assert {name.removeprefix("model.") for name in found.gradients} <= trained(policy)
             assert Parity.of(found, expected).worst <= 1e-5
         assert expected.gradients
+
+
+def test_adapters_of_parts_get_the_gradients_of_the_models_own_forward(family: str, checkpoint: Path) -> None:
+    groups, parts = case_groups(checkpoint, "several prompts"), [*PARTS[family]]
+    parts = [part for part in parts if (family, part) != ("gemma3", "projector")]  # it has no linear layer
+    policy = make_policy(checkpoint, use_peft=True, lora_r=4, lora_target_modules=[*parts, "lm_head"])
+    expected = stock_scores(policy, groups)
+    assert {name.removeprefix("model.") for name in expected.gradients} == trained(policy)
+    for shared in (False, True):
+        assert Parity.of(scores(policy, groups, shared), expected).worst <= 1e-5
 
 
 def test_a_tower_that_is_not_trained_runs_once_and_without_gradients(family: str, checkpoint: Path) -> None:
@@ -160,3 +170,40 @@ def test_a_run_changes_only_what_it_trains_and_resumes_bitwise(
     train_until(4, killed, monkeypatch)
     train(resumed(killed))
     assert_same_run(tmp_path / "b", tmp_path / "a")
+
+
+@pytest.mark.ci
+def test_a_run_of_adapters_by_part_resumes_bitwise(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"use_peft": True, "lora_r": 4, "lora_target_modules": ["lm_head", "projector", "vision_tower"]}
+    straight, killed = (config_of("full", tiny_checkpoint, tmp_path / name, **settings) for name in "ab")
+    train(straight)
+    train_until(4, killed, monkeypatch)
+    train(resumed(killed))
+    assert_same_run(tmp_path / "b", tmp_path / "a")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("with_others", "pattern"),
+    [
+        ("qwen2_5_omni_thinker", r"audio_tower\..*"),
+        ("qwen3_omni_moe_thinker", r"audio_tower\..*"),
+        ("gemma4_unified", r"model\.embed_audio\..*"),
+        ("minimax_m3_vl", r"model\.language_model\.layers\.0\.self_attn\.indexer\..*"),
+        ("qwen4_exp", r"model\.language_model\.layers\.1\.self_attn\.indexer\..*"),
+    ],
+)
+def test_weights_that_can_have_no_gradient_are_frozen(with_others: str, pattern: str, tmp_path: Path) -> None:
+    checkpoint = sharp_checkpoint(with_others, tmp_path)
+    for settings in ({}, {"use_peft": True, "lora_r": 2}):
+        policy = make_policy(checkpoint, **settings)
+        plain = {name for name, _ in policy.transformer.named_parameters() if "lora_" not in name}
+        others = {name for name in plain if re.fullmatch(pattern, name)}
+        assert others
+        assert not any(policy.transformer.get_parameter(name).requires_grad for name in others)
+        if not settings:
+            assert trained(policy) == plain - others
+        found = scores(policy, case_groups(checkpoint, "one image"), shared=False).gradients
+        assert found.keys() == {name for name, p in policy.named_parameters() if p.requires_grad}

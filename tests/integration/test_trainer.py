@@ -366,13 +366,24 @@ def test_a_run_says_what_it_does(tiny_checkpoint, tmp_path, capsys):
         f"loading the model {tiny_checkpoint} (float32, cpu)",
         "286K parameters, 8.83K of them trained",  # rank 4 × 2 layers × (4 × 96 + 3 × 240) sizes of matrices
     ]
+    proven = [
+        "dense rows and the same rows once more differ",
+        "dense rows and the model's own forward differ",
+        "shared rows and dense rows differ",
+        "the run's rows and rows beside other completions differ",
+        "the run's rows and rows with other images differ",
+        "the run's rows and rows with the prompt of another row were not checked: there is one prompt",
+        "rollouts and dense rows differ",
+        "trained weights all have a gradient",
+        "the first rows were checked",
+    ]
     first = f"training {tiny_checkpoint} on {tiny_run.ROWS}, into {tmp_path / 'run'}"
     first = f"{first}; importing torch and transformers first"
     assert cli.main(["train", str(tmp_path / "run.yaml")]) == 0
     assert shown(capsys) == [
         first, *loading, "1 steps of 2 prompts × 4 completions, on one process", "evaluation: prompt 5/5",
-        "held out, before training: token_sum …", "shared rows were compared with dense rows",
-        "evaluation: prompt 5/5", "held out, after step 1: token_sum …", "step 1/1",
+        "held out, before training: token_sum …", *proven, "evaluation: prompt 5/5",
+        "held out, after step 1: token_sum …", "step 1/1",
         "step 1: …% of the completions were cut off at max_completion_length",
     ]  # fmt: skip
     assert cli.main(["train", str(tmp_path / "run.yaml"), "resume_from_checkpoint=auto", "max_steps=2"]) == 0
@@ -385,7 +396,7 @@ def test_a_run_says_what_it_does(tiny_checkpoint, tmp_path, capsys):
 def shown(capsys: pytest.CaptureFixture[str]) -> list[str]:
     """Lines on standard error, without figures and advice."""
     lines = re.sub(r"\d+(?=%)|(?<=token_sum )[\d.]+$", "…", capsys.readouterr().err, flags=re.MULTILINE).splitlines()
-    return [re.split(r", (?:completions/s|reward|and an answer)| in \d", line)[0] for line in lines]
+    return [re.split(r", (?:completions/s|reward|and an answer)| in (?:\d|log-probs)", line)[0] for line in lines]
 
 
 def test_new_policy_is_in_train_mode(tiny_checkpoint, tmp_path):

@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 
 from rl_vlm.model.policy import Policy
-from tests.helpers.builders import gradient_error, make_policy
+from tests.helpers.builders import LORA_EVERYWHERE, gradient_error, make_policy
 from tests.helpers.cut_groups import cut, cut_gradients
-from tests.helpers.family_parity import FP32_ROUNDING, case_groups, cases, scores, stock_scores
+from tests.helpers.family_parity import FP32_ROUNDING, case_groups, cases, scores, shares, stock_scores
 from tests.helpers.tiers import families_in_tiers, in_tiers
 from tests.tiny.build import TINY_FAMILIES
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "checkpointing": {"gradient_checkpointing": True},
-    "LoRA": {"use_peft": True, "lora_r": 4, "lora_exclude_modules": []},
-    "LoRA, checkpointing": {"use_peft": True, "lora_r": 4, "lora_exclude_modules": [], "gradient_checkpointing": True},
+    "LoRA": LORA_EVERYWHERE,
+    "LoRA, checkpointing": LORA_EVERYWHERE | {"gradient_checkpointing": True},
 }
 
 
@@ -44,10 +44,11 @@ def test_gradients_are_those_of_whole_groups_and_of_the_models_own_forward(
         assert apart <= set(with_images)
         assert bool(apart) == bool(with_images), case
         unlike = {prompt.digest for prompt in apart}
-        joint = sum(len(policy.vision.calls(b.rendered, unlike)) for b in batches)
+        kept = [{s.prompt.digest for s in b.subgroups if s.vision_apart} for b in batches]
+        joint = sum(len(policy.vision.calls(b.rendered, known)) for b, known in zip(batches, kept, strict=True))
         assert policy.counters["vision_forwards"] == 2 * len(unlike) + joint
         bound = FP32_ROUNDING.get(family, 1e-5)
-        assert gradient_error(found, scores(policy, groups, shared=True).gradients) <= bound, case
+        assert gradient_error(found, scores(policy, groups, shares(policy)).gradients) <= bound, case
         assert gradient_error(found, stock_scores(policy, groups).gradients) <= bound, case
 
 
@@ -57,6 +58,6 @@ def test_gradients_for_each_way_to_train(family: str, checkpoint: Path, variant:
     case = "several prompts" if "several prompts" in cases(family) else "two images"
     groups = case_groups(checkpoint, case)
     found = cut_gradients(policy, groups, cut(policy, groups))
-    expected = scores(policy, groups, shared=True).gradients
+    expected = scores(policy, groups, shares(policy)).gradients
     assert any(f".{module}." in f".{name}" for name in expected for module in policy.family.vision_modules)
     assert gradient_error(found, expected) <= FP32_ROUNDING.get(family, 1e-5)

@@ -17,6 +17,7 @@ from rl_vlm.log.metrics import MetricsLog
 from rl_vlm.rollout.agreement import AgreementCheck
 from rl_vlm.rollout.partial import InFlight, roll_on
 from rl_vlm.rollout.vllm.arguments import engine_arguments
+from rl_vlm.rollout.vllm.build import parts_of_checkpoint
 from rl_vlm.rollout.vllm.in_process import VLLMEngine
 from rl_vlm.rollout.weights import PolicyWeights
 from rl_vlm.run.run import train
@@ -24,7 +25,8 @@ from rl_vlm.types import Observation, Progress, RolloutRequest, Sampling, ToolRe
 from tests.helpers import tiny_run
 from tests.helpers.builders import make_prompt, noise_image, sharp_checkpoint
 from tests.helpers.tiers import in_tiers
-from tests.helpers.vllm_parity import Side, generator_logprobs, sampling, token_ids
+from tests.helpers.videos import noise_video, video_prompt
+from tests.helpers.vllm_parity import Side, generator_logprobs, sampling, started_engine, token_ids, video_requests
 
 pytestmark = [pytest.mark.ci, pytest.mark.skipif(find_spec("vllm") is None, reason="needs vllm")]
 
@@ -39,6 +41,11 @@ VARIANTS = {
         "use_peft": True, "lora_r": 4, "lora_sync": "merge", "lora_target_modules": ["qkv", "k_proj"],
         "lora_exclude_modules": [],
     },
+    "merged parts": {
+        "use_peft": True, "lora_r": 4, "lora_sync": "merge",
+        "lora_target_modules": ["lm_head", "projector", "vision_tower"],
+    },
+    "adapter of a part": {"use_peft": True, "lora_r": 4, "lora_target_modules": "language_model"},
 }  # fmt: skip
 
 
@@ -50,11 +57,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module", params=["weights", "adapter"])
 def engine(request: pytest.FixtureRequest, checkpoint: Path) -> Iterator[VLLMEngine]:
     """One that takes weights, then one that takes adapters."""
-    side = Side.of(checkpoint)
-    rank = 4 if request.param == "adapter" else None
-    engine = VLLMEngine(engine_arguments(side.config, str(checkpoint), rank), side.tokens, side.builder)
-    yield engine
-    engine.close()
+    with started_engine(
+        Side.of(checkpoint, most_videos=2), lora_rank=4 if request.param == "adapter" else None
+    ) as engine:
+        yield engine
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -132,6 +138,27 @@ def test_turns_go_on_after_observations_with_images(checkpoint: Path, engine: VL
     ]  # fmt: skip
 
 
+def test_videos_are_read_as_by_the_policy(checkpoint: Path, engine: VLLMEngine) -> None:
+    """In new groups, and in a second turn after an observation with an image."""
+    side = Side.of(checkpoint)
+    engine.adapter = None
+    engine.sync(PolicyWeights(side.policy, "adapter"), 0)
+    turns = TurnFormat.choose(side.builder, side.tokens.stop, [], "auto", "auto", True)
+    limits, seen = replace(sampling(seed=0), max_completion_length=100, max_rollout_tokens=4), observed(turns, [3])
+    groups = engine.generate(video_requests(checkpoint, most_videos=2), limits)
+    assert (generator_logprobs(groups) - side.scores(groups)).abs().max() <= 1e-5
+    waiting = [
+        replace(g, completions=[replace(c, finish_reason="paused", pending=seen) for c in g.completions])
+        for g in groups
+    ]
+    groups = engine.generate([RolloutRequest(g.group_id, g.prompt, g) for g in waiting], limits)
+    assert {len(c.observations) for g in groups for c in g.completions} == {1}
+    assert (generator_logprobs(groups) - side.scores(groups)).abs().max() <= 1e-5
+    many = RolloutRequest("many", video_prompt(checkpoint, [noise_video(4, seed=i) for i in range(3)]))
+    with pytest.raises(DataError, match=r"^vLLM refuses a prompt: At most 2 video\(s\)"):
+        engine.generate([many], limits)
+
+
 def observed(turns: TurnFormat, seeds: list[int]) -> Observation:
     """What a user shows: some images and a text."""
     pictures = [noise_image(32, 24, seed) for seed in seeds]
@@ -195,7 +222,10 @@ def test_weights_that_differ_end_a_run_before_its_first_step(tmp_path: Path, mon
     assert not (tmp_path / "run" / "metrics.jsonl").exists() or not MetricsLog(tmp_path / "run/metrics.jsonl").read()
 
 
-@pytest.mark.parametrize("variant", in_tiers(["full", "adapter", "merged"], fast=(), ci={"full", "adapter"}))
+@pytest.mark.parametrize(
+    "variant",
+    in_tiers(["full", "adapter", "merged", "merged parts"], fast=(), ci={"full", "adapter", "merged parts"}),
+)
 def test_trained_weights_are_checked_after_they_are_sent(
     variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,3 +264,22 @@ def test_what_vllm_cannot_load_as_an_adapter_is_refused(checkpoint: Path) -> Non
     settings = {"use_peft": True, "lora_target_modules": ["qkv"], "lora_exclude_modules": []}
     with pytest.raises(ConfigError, match=r"on the vision tower .*Set rollout.lora_sync: merge"):
         PolicyWeights(Side.of(checkpoint, **settings).policy, "adapter").adapter_rank()
+
+
+def test_adapters_of_parts_that_vllm_cannot_apply_are_refused(
+    checkpoint: Path, engine: VLLMEngine, tmp_path: Path
+) -> None:
+    """On a head that vLLM's model does not list, on a tied head merged, and on the tower of a checkpoint."""
+    lora = {"use_peft": True, "lora_r": 4}
+    head = PolicyWeights(Side.of(checkpoint, **lora, lora_target_modules="lm_head").policy, "adapter")
+    if engine.llm.llm_engine.vllm_config.lora_config is not None:
+        with pytest.raises(ConfigError, match=r"cannot load this adapter: .*lm_head.* Set rollout.lora_sync: merge"):
+            engine.sync(head, 1)
+        return
+    tied = Side.of(sharp_checkpoint("internvl", tmp_path / "tied"), **lora, lora_target_modules="lm_head").policy
+    with pytest.raises(ConfigError, match=r"lora_sync: merge: the adapter is on the LM head .* this model ties"):
+        PolicyWeights(tied, "merge").adapter_rank()
+    side = Side.of(checkpoint, **lora, lora_target_modules="projector")
+    side.policy.model.save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ConfigError, match=r"on the vision tower \(model.visual.merger.*rl-vlm export --merge"):
+        parts_of_checkpoint(side.config, str(tmp_path / "adapter"), side.builder)

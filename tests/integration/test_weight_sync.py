@@ -21,7 +21,7 @@ from rl_vlm.rollout.vllm.client import VLLMClient
 from rl_vlm.rollout.vllm.servers import VLLMServers
 from rl_vlm.rollout.weights import PolicyWeights
 from tests.helpers.builders import make_policy
-from tests.helpers.tiers import FAST_FAMILIES, in_tiers
+from tests.helpers.tiers import short_test_of_families
 from tests.tiny.build import TINY_FAMILIES, build_tiny
 
 LORA = {"use_peft": True, "lora_r": 4}
@@ -165,7 +165,7 @@ def test_merging_leaves_the_base_weights_as_they_are(checkpoint: Path) -> None:
     assert changed == {name for name in sent if name.endswith(("qkv.weight", "k_proj.weight"))}
 
 
-@pytest.mark.parametrize("family", in_tiers(TINY_FAMILIES, FAST_FAMILIES))
+@pytest.mark.parametrize("family", short_test_of_families(TINY_FAMILIES))
 def test_names_and_shapes_block_by_block_are_those_of_the_whole_checkpoint(family: str, tmp_path: Path) -> None:
     policy = make_policy(build_tiny(family, tmp_path))
     sent = list(PolicyWeights(policy, "adapter").trained_weights())

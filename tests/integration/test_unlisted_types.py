@@ -1,0 +1,117 @@
+"""Types without a row in the table of families: the proof before the first step decides."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from rl_vlm.errors import ConfigError, ModelError
+from rl_vlm.log.starts import read_starts
+from rl_vlm.model import derived, policy
+from rl_vlm.model.family import text_positions
+from rl_vlm.model.layout import ForwardInputs, shared_inputs
+from rl_vlm.passes import start_check
+from rl_vlm.passes.proof import GRADIENTS, OWN_FORWARD, SHARED
+from rl_vlm.run.run import train
+from tests.helpers.builders import sharp_checkpoint
+from tests.helpers.family_parity import CASES, IMAGE_TURNS, TEXT_TURNS, measure
+from tests.helpers.tiers import in_tiers
+from tests.helpers.tiny_run import make_config, metric_lines
+from tests.helpers.wrong_rows import see_each_other
+from tests.tiny.unlisted import REFUSED, UNLISTED
+
+TRAINED = sorted(UNLISTED.keys() - REFUSED.keys())
+HAS_STATES = "hybrid"
+CI = {"vipllava", "lighton_ocr"}
+
+
+def lines_of_proof(output_dir: Path) -> list[str]:
+    return [each["check"] for each in read_starts(output_dir)[-1]["proof"]["checks"]]
+
+
+@pytest.mark.parametrize("name", in_tiers(TRAINED, {HAS_STATES, "lighton_ocr"}, CI))
+def test_a_proven_type_trains(tmp_path: Path, name: str) -> None:
+    checkpoint = sharp_checkpoint(name, tmp_path / "model")
+    train(make_config(checkpoint, tmp_path / "run", max_steps=2))
+    lines = lines_of_proof(tmp_path / "run")
+    assert any(line.startswith(f"{OWN_FORWARD} differ in log-probs by ") for line in lines)
+    assert any(line.startswith(f"{SHARED} differ in log-probs by ") for line in lines) == (name != HAS_STATES)
+    assert f"{GRADIENTS} all have a gradient" in lines
+    first, second = metric_lines(tmp_path / "run")
+    assert ("compute/shared_forwards" in first) == (name != HAS_STATES)
+    assert second["grad_norm"] > 0
+
+
+@pytest.mark.parametrize("name", in_tiers(TRAINED, (), CI))
+def test_its_rows_are_those_of_its_own_forward(tmp_path: Path, name: str) -> None:
+    """By the measure of families with a row."""
+    names = [*CASES, TEXT_TURNS, IMAGE_TURNS]
+    measured = measure(sharp_checkpoint(name, tmp_path / "model"), names)
+    assert measured.dense.logprobs <= 1e-5
+    assert measured.dense_fp64.worst <= 1e-9
+    if name != HAS_STATES:
+        assert measured.shared is not None and measured.shared_fp64 is not None
+        assert measured.shared.logprobs <= 1e-5
+        assert measured.shared_fp64.worst <= 1e-9
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_a_type_that_cannot_be_trained_is_refused(tmp_path: Path, name: str) -> None:
+    checkpoint = sharp_checkpoint(name, tmp_path / "model")
+    with pytest.raises(ModelError, match=REFUSED[name]):
+        train(make_config(checkpoint, tmp_path / "run", max_steps=1))
+
+
+@pytest.fixture(scope="module")
+def unlisted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return sharp_checkpoint("lighton_ocr", tmp_path_factory.mktemp("unlisted"))
+
+
+def test_the_proof_cannot_be_left_out(unlisted: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model\.verify: off is not possible for model_type 'lighton_ocr'"):
+        train(make_config(unlisted, tmp_path, verify="off"))
+
+
+def test_positions_that_are_not_the_models_end_the_run(
+    unlisted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def tripled(model: Any, row: Any, images: Any) -> Tensor:
+        return 3 * text_positions(model, row, images)
+
+    monkeypatch.setattr(derived, "text_positions", tripled)
+    monkeypatch.setattr(derived, "_derived", {})
+    with pytest.raises(ModelError, match=r"Dense rows and the model's own forward differ .* in log-probs by"):
+        train(make_config(unlisted, tmp_path, max_steps=1))
+
+
+def test_rows_that_could_not_be_checked_end_the_run(
+    unlisted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(start_check, "chosen", lambda groups, size: [])
+    with pytest.raises(ModelError, match=r"it is not proven here: .* were not checked: a rank has no sampled token"):
+        train(make_config(unlisted, tmp_path, max_steps=1))
+
+
+def test_shared_rows_that_cannot_be_computed_become_dense(
+    unlisted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: Any) -> ForwardInputs:
+        raise RuntimeError("The size of tensor a (7) must match the size of tensor b (9)")
+
+    monkeypatch.setattr(policy, "shared_inputs", refuse)
+    train(make_config(unlisted, tmp_path, max_steps=1))
+    proof = read_starts(tmp_path)[-1]["proof"]
+    assert proof["fallback"] == "dense rows"
+    assert any("shared rows cannot be computed (The size of tensor a (7)" in line for line in lines_of_proof(tmp_path))
+
+
+def test_shared_rows_that_are_wrong_become_dense(
+    unlisted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rule of the mask that lets completions see each other stands for a state that nobody knows of."""
+    monkeypatch.setattr(policy, "shared_inputs", lambda *arguments: see_each_other(shared_inputs(*arguments)))
+    train(make_config(unlisted, tmp_path, max_steps=1))
+    assert read_starts(tmp_path)[-1]["proof"]["fallback"] == "dense rows"
+    (line,) = metric_lines(tmp_path)
+    assert "compute/shared_forwards" not in line and line["compute/dense_forwards"] > 0

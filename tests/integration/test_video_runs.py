@@ -1,0 +1,41 @@
+"""Runs on images, video files and text: killed within a window, resumed, and refused if a file was replaced."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rl_vlm.errors import CheckpointError
+from rl_vlm.run.run import train
+from tests.helpers.resuming import assert_same_run, config_of, resumed, train_until
+from tests.helpers.tiers import in_tiers
+from tests.helpers.video_files import moving_frames, write_video
+from tests.helpers.video_rows import write_mixed_rows
+
+
+@pytest.mark.parametrize("num_workers", in_tiers([0, 2], fast=(), ci={0}))
+def test_a_killed_run_with_videos_is_resumed(
+    num_workers: int, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = tmp_path / "mixed" / "train.jsonl"
+    write_mixed_rows(rows)
+    settings: dict[str, Any] = {
+        "dataset_name": str(rows), "num_frames": 4, "shuffle_dataset": False, "prompts_per_step": 4, "max_steps": 4,
+        "dataloader_num_workers": num_workers,
+    }  # fmt: skip
+    straight, killed = (config_of("window", tiny_checkpoint, tmp_path / name, **settings) for name in "ab")
+    train(straight)
+    train_until(3, killed, monkeypatch)
+    state = torch.load(tmp_path / "b" / "checkpoint-2" / "rank_0.pt", weights_only=True)
+    groups = [group for step in state["collector"]["window"]["steps"] for group in step]
+    kinds = [[read[0] for read in group["reads"]] for group in groups]
+    assert kinds == [["image"], ["video"], ["image", "video"], []] * 2
+    video = rows.parent / "1.mp4"
+    kept = video.read_bytes()
+    write_video(video, moving_frames(21, 32, 32)[::-1])
+    with pytest.raises(CheckpointError, match=rf"row-1 has another video .* Then: {video}, frames 0, 5, 10, 15 at 25"):
+        train(resumed(killed))
+    video.write_bytes(kept)
+    train(resumed(killed))
+    assert_same_run(tmp_path / "b", tmp_path / "a", last=4)
