@@ -55,8 +55,6 @@ def answering_model(directory: Path, seed: int) -> None:
 
 def build(directory: Path, seed: int) -> None:
     """Write a model with random weights. The text that describes the tool is one token."""
-    from transformers import AutoProcessor
-
     from rl_vlm.tiny.build import build_tiny
     from rl_vlm.tiny.tokenizer import DEFAULT_CORPUS
 
@@ -64,11 +62,8 @@ def build(directory: Path, seed: int) -> None:
     words = (introduction_of(tools()), *observed, OPENING, CLOSING, *CELLS, "<answer>", "</answer>")
     build_tiny(
         "qwen3_vl", directory, corpus=(*DEFAULT_CORPUS, QUESTION), whole_tokens=words, initializer_range=0.1,
-        resolution=RESOLUTION, seed=seed,
+        resolution=RESOLUTION, pixels=(MEAN, SPREAD), seed=seed,
     )  # fmt: skip
-    processor = AutoProcessor.from_pretrained(directory)
-    processor.image_processor.image_mean, processor.image_processor.image_std = [MEAN] * 3, [SPREAD] * 3
-    processor.save_pretrained(directory)
 
 
 def random_looks(seed: int) -> Iterator[Turns]:
