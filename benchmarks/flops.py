@@ -23,7 +23,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Workload:
-    """One group: a prompt of an image and text, and equally long completions.
+    """One group: a prompt of an image or video and text, and equally long completions.
 
     With observed tokens a completion has two turns, and an observation of its own image and text between them.
     """
@@ -35,6 +35,13 @@ class Workload:
     num_generations: int = 8
     observed_image_tokens: int = 0
     observed_text_tokens: int = 0
+    num_frames: int = 0
+    """Frames of a video in place of the image, an even number. Two frames become one grid of tokens."""
+
+    @property
+    def num_grids(self) -> int:
+        """Return the number of grids of tokens that the image tokens are in."""
+        return self.num_frames // 2 or 1
 
     @property
     def prompt_tokens(self) -> int:
@@ -57,13 +64,14 @@ class Workload:
 
     @property
     def image_grid(self) -> tuple[int, int]:
-        """Rows and columns of image tokens, as square as their number allows."""
-        return square_grid(self.image_tokens)
+        """Rows and columns of a grid of tokens, as square as their number allows."""
+        return square_grid(self.image_tokens // self.num_grids)
 
     @property
     def observation(self) -> Workload:
         """Return the workload whose prompt is an observation."""
-        return replace(self, image_tokens=self.observed_image_tokens, text_tokens=self.observed_text_tokens)
+        shown = {"image_tokens": self.observed_image_tokens, "text_tokens": self.observed_text_tokens}
+        return replace(self, num_frames=0, **shown)
 
 
 def square_grid(tokens: int) -> tuple[int, int]:
@@ -239,7 +247,7 @@ def rollout_flops(config: Any, work: Workload, num_prefills: int) -> float:
     """Compute the FLOPs of a group's rollout, in which the prompt and its image are computed `num_prefills` times."""
     text, prefix, count = config.text_config, work.prompt_tokens, work.num_generations
     steps = work.completion_tokens - 1  # the prefill gives the first token
-    prefill = vision_flops(config.vision_config, work.image_grid) + head_flops(text, 1)
+    prefill = tower_flops(config.vision_config, replace(work, observed_image_tokens=0), 1) + head_flops(text, 1)
     prefill += language_flops(text, prefix, causal_pairs(prefix))
     pairs = count * (steps * prefix + causal_pairs(steps))
     decode = language_flops(text, count * steps, pairs) + head_flops(text, count * steps)
@@ -305,8 +313,8 @@ def _pass_flops(
 
 
 def tower_flops(vision: Any, work: Workload, num_images: int, passes: Passes = FORWARD_ONLY) -> float:
-    """Compute the FLOPs of the prompt's image, encoded `num_images` times, and of each observation's image."""
-    flops = num_images * vision_flops(vision, work.image_grid, passes)
+    """Compute the FLOPs of the prompt's image or video, encoded `num_images` times, and of each observation's image."""
+    flops = num_images * work.num_grids * vision_flops(vision, work.image_grid, passes)
     if work.observed_image_tokens:
         flops += work.num_generations * vision_flops(vision, work.observation.image_grid, passes)
     return flops

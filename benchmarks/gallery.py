@@ -20,6 +20,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script
 from benchmarks.common import ROOT, markdown_table
 from benchmarks.report import fill
 from rl_vlm.log.completions import held_out_paths
+from rl_vlm.log.files import METRICS
+from rl_vlm.log.metrics import MetricsLog
 
 RECORDS = ROOT / "docs" / "gallery.json"
 PAGE = ROOT / "docs" / "gallery.md"
@@ -43,7 +45,7 @@ def curve_of(folder: Path, function: str) -> Curve:
     """Read the held-out scores of a finished run by a reward function."""
     import yaml
 
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = MetricsLog(folder / METRICS).read()
     scores = {line["step"]: line[name] for line in lines if (name := f"eval_rewards/{function}/mean") in line}
     summary = json.loads((folder / "summary.json").read_text())
     settings = yaml.safe_load((folder / "config.yaml").read_text())

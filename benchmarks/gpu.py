@@ -5,6 +5,7 @@
     python benchmarks/gpu.py --device cpu --small     every part in its small form, on any machine
     python benchmarks/gpu.py --json DIRECTORY         write DIRECTORY/PART.json as soon as a part has measured something
     python benchmarks/gpu.py --seconds 480            begin no row of a part after this time, and name those left out
+    python benchmarks/gpu.py --rows 'G 8.* 800' training_3b    measure only rows whose names contain this
 
 A part that fails keeps what it has measured, and the next one runs. The exit status is then 1.
 
@@ -17,6 +18,7 @@ import argparse
 import importlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -71,8 +73,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--small", action="store_true", help="small models and few repeats")
     parser.add_argument("--json", type=Path, metavar="DIRECTORY")
     parser.add_argument("--seconds", type=float, default=480, help="begin no row of a part after this time")
+    parser.add_argument("--rows", default="", metavar="REGEX", help="measure only rows whose names contain this")
     parser.add_argument("--this-process", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
+    try:
+        re.compile(args.rows)
+    except re.error as error:
+        parser.error(f"--rows {args.rows}: {error}")
     if unknown := set(args.parts) - set(PARTS):
         parser.error(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     return args
@@ -100,6 +107,10 @@ def run_part(name: str, bench: Bench, directory: Path) -> dict[str, Any]:
         traceback.print_exc()
         result["error"] = repr(error)
     result |= {"seconds": time.monotonic() - start, "left_out": bench.left_out}
+    if bench.rows:
+        result["selected"] = bench.rows
+        if not result["rows"] and not bench.left_out:
+            result.setdefault("error", f"no row has a name that contains {bench.rows}")
     write(result, name, directory)
     return result
 
@@ -132,7 +143,7 @@ def run_apart(name: str, args: argparse.Namespace, directory: Path) -> dict[str,
 
 def command(name: str, args: argparse.Namespace, directory: Path) -> list[str]:
     """Return the command that measures one part."""
-    options = ["--device", args.device, "--seconds", str(args.seconds), "--json", str(directory)]
+    options = ["--device", args.device, "--seconds", str(args.seconds), "--json", str(directory), "--rows", args.rows]
     return [sys.executable, __file__, name, "--this-process", *options, *(["--small"] if args.small else [])]
 
 
@@ -179,7 +190,7 @@ def run_all(args: argparse.Namespace, directory: Path) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> None:
     args = parse(arguments)
     if args.this_process:
-        bench = Bench(torch.device(args.device), args.small, time.monotonic() + args.seconds)
+        bench = Bench(torch.device(args.device), args.small, time.monotonic() + args.seconds, args.rows)
         run_part(args.parts[0], bench, args.json)
         return
     with tempfile.TemporaryDirectory() as temporary:

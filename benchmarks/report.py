@@ -151,12 +151,13 @@ def train_step_chart(results: Results, pyplot: Any) -> Any:
     return figure
 
 
-def trajectories_table(results: Results) -> str:
-    head = ["two turns", "ρ", "speed-up", "FLOP ceiling", "share", "memory", "gradient Δ"]
+def compared_table(results: Results) -> str:
+    """Draw the table of a benchmark that compares one side with others."""
+    head = ["group", "ρ", "speed-up", "FLOP ceiling", "share", "memory", "gradient Δ"]
     keys = ("speedup_vs", "flop_ceiling", "share_of_ceiling", "peak_memory_vs")
     rows = [
         [
-            f"vs {peer}, G = {r['workload']['num_generations']}",
+            peer_name(r, peer),
             f"{r['token_ratio']:.2f}",
             *(f"{r[key][peer]:.2f}" for key in keys),
             f"{r['differences'][peer]['gradient']:.0e}",
@@ -167,10 +168,16 @@ def trajectories_table(results: Results) -> str:
     return markdown_table(head, rows)
 
 
-def trajectories_chart(results: Results, pyplot: Any) -> Any:
+def peer_name(result: dict[str, Any], peer: str) -> str:
+    work = result["workload"]
+    tokens = f"{work['image_tokens']:,} video tokens, " if work.get("num_frames") else ""
+    return f"vs {peer}, {tokens}G = {work['num_generations']}"
+
+
+def compared_chart(results: Results, pyplot: Any) -> Any:
     """Draw the speed-up over each peer, with its FLOP ceiling."""
     bars = [
-        (f"vs {peer}, G = {r['workload']['num_generations']}", r["speedup_vs"][peer], r["flop_ceiling"][peer])
+        (peer_name(r, peer), r["speedup_vs"][peer], r["flop_ceiling"][peer])
         for r in results
         for peer in r["speedup_vs"]
     ]
@@ -278,7 +285,7 @@ def patch_embed_chart(results: Results, pyplot: Any) -> Any:
 
 REPORTS: dict[str, tuple[Any, Any]] = {
     "train_step": (train_step_table, train_step_chart),
-    "trajectories": (trajectories_table, trajectories_chart),
+    "trajectories": (compared_table, compared_chart),
     "rollout": (rollout_table, rollout_chart),
     "scaling": (scaling_table, scaling_chart),
     "patch_embed": (patch_embed_table, patch_embed_chart),

@@ -28,7 +28,18 @@ from rl_vlm.model.policy import Policy
 from rl_vlm.tiny.family import chat_template
 from rl_vlm.tiny.qwen import SPECIAL_TOKENS
 from rl_vlm.tiny.tokenizer import DEFAULT_CORPUS, train_tokenizer
-from rl_vlm.types import Completion, Context, Group, MicroBatch, Observation, Prompt, Sample, ScoredGroup, SubGroup
+from rl_vlm.types import (
+    Completion,
+    Context,
+    Group,
+    MicroBatch,
+    Observation,
+    Prompt,
+    Sample,
+    ScoredGroup,
+    SubGroup,
+    Video,
+)
 
 Shape = tuple[dict[str, Any], dict[str, Any]]
 """Sizes of the language model and of the vision tower."""
@@ -44,6 +55,13 @@ QWEN2_5_VL_7B: Shape = (
      "intermediate_size": 18944, "vocab_size": 152064, "mrope_section": [16, 24, 24], "tie_word_embeddings": False},
     QWEN2_5_VL_3B[1],
 )  # fmt: skip
+QWEN_400M: Shape = (
+    {"hidden_size": 1024, "num_hidden_layers": 20, "num_attention_heads": 16, "num_key_value_heads": 8,
+     "intermediate_size": 3072, "vocab_size": 65536, "mrope_section": [8, 12, 12]},
+    {"depth": 12, "hidden_size": 768, "num_heads": 12, "intermediate_size": 2048, "patch_size": 14,
+     "window_size": 112, "fullatt_block_indexes": [5, 11]},
+)  # fmt: skip
+"""A Qwen2.5-VL of 400 million parameters."""
 SMALL: Shape = (
     {"hidden_size": 640, "num_hidden_layers": 4, "num_attention_heads": 5, "num_key_value_heads": 1,
      "intermediate_size": 3440, "vocab_size": 5632, "mrope_section": [16, 24, 24]},
@@ -98,7 +116,8 @@ QUARTER: Shape = (MEDIUM[0] | {"num_hidden_layers": 6}, MEDIUM[1])
 SHAPES = {
     "small": SMALL, "six_layers": SIX_LAYERS, "medium": MEDIUM, "quarter": QUARTER, "toy": TOY,
     "hybrid": HYBRID, "toy_hybrid": TOY_HYBRID,
-    "qwen3_vl": QWEN3_VL, "toy_qwen3_vl": TOY_QWEN3_VL, "3b": QWEN2_5_VL_3B, "7b": QWEN2_5_VL_7B,
+    "qwen3_vl": QWEN3_VL, "toy_qwen3_vl": TOY_QWEN3_VL, "400m": QWEN_400M, "3b": QWEN2_5_VL_3B,
+    "7b": QWEN2_5_VL_7B,
 }  # fmt: skip
 LORA_R = 5
 """LoRA rank for SMALL: the same fraction of its width as rank 16 is of the 3B's."""
@@ -169,11 +188,12 @@ def write_processor(shape: Shape, tokenizer: Any, directory: Path) -> None:
 
     sizes: dict[str, Any] = {"patch_size": shape[1]["patch_size"], "merge_size": 2}
     images = Qwen2VLImageProcessor(**sizes, min_pixels=1, max_pixels=2**26)
-    template = chat_template("<|vision_start|><|image_pad|><|vision_end|>")
+    template = chat_template(*(f"<|vision_start|><|{kind}_pad|><|vision_end|>" for kind in ("image", "video")))
+    of_videos: dict[str, Any] = sizes | {"size": {"shortest_edge": 1, "longest_edge": 2**30}}
     if is_qwen3_vl(shape) or is_hybrid(shape):
-        processor_class, videos = Qwen3VLProcessor, Qwen3VLVideoProcessor(**sizes)
+        processor_class, videos = Qwen3VLProcessor, Qwen3VLVideoProcessor(**of_videos)
     else:
-        processor_class, videos = Qwen2_5_VLProcessor, Qwen2VLVideoProcessor(**sizes)
+        processor_class, videos = Qwen2_5_VLProcessor, Qwen2VLVideoProcessor(**of_videos)
     processor_class(
         image_processor=images, tokenizer=tokenizer, video_processor=videos, chat_template=template
     ).save_pretrained(directory)
@@ -181,22 +201,38 @@ def write_processor(shape: Shape, tokenizer: Any, directory: Path) -> None:
 
 def make_image(work: Workload, shape: Shape, seed: int = 0) -> Image.Image:
     """Make an image of noise that the processor turns into exactly `work.image_tokens` tokens."""
+    return Image.fromarray(make_frames(work, shape, seed)[0])
+
+
+def make_video(work: Workload, shape: Shape, seed: int = 0) -> Video:
+    """Make a video of noise that the processor turns into exactly `work.image_tokens` tokens.
+
+    It has 2 frames per second.
+    """
+    indices = tuple(range(0, 12 * work.num_frames, 12))
+    return Video(make_frames(work, shape, seed), indices, 24.0, 12 * work.num_frames, work.num_frames / 2)
+
+
+def make_frames(work: Workload, shape: Shape, seed: int) -> Any:
+    """Make frames of noise, an array (frames, height, width, 3) of uint8."""
     height, width = (2 * shape[1]["patch_size"] * side for side in work.image_grid)
     generator = torch.Generator().manual_seed(seed)
-    return Image.fromarray(torch.randint(256, (height, width, 3), generator=generator, dtype=torch.uint8).numpy())
+    size = (max(1, work.num_frames), height, width, 3)
+    return torch.randint(256, size, generator=generator, dtype=torch.uint8).numpy()
 
 
 def make_prompt(checkpoint: Path, work: Workload, shape: Shape, seed: int = 0) -> Prompt:
     """Build a prompt of exactly `work.prompt_tokens` tokens. Raises ValueError if it has more even without text."""
     from transformers import AutoProcessor
 
-    builder = PromptBuilder(AutoProcessor.from_pretrained(checkpoint), DataConfig())
-    image = make_image(work, shape, seed)
+    builder = PromptBuilder(AutoProcessor.from_pretrained(checkpoint), DataConfig(), video_format="native")
+    kind = "video" if work.num_frames else "image"
+    images, videos = ([], [make_video(work, shape, seed)]) if work.num_frames else ([make_image(work, shape, seed)], [])
 
     def build(num_characters: int) -> Prompt:
         text = "~" * num_characters  # one token each, as no merge of the tokenizer contains it
-        messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": text}]}]
-        return builder.build(Sample("sample", messages, [image], {}, messages))
+        messages = [{"role": "user", "content": [{"type": kind}, {"type": "text", "text": text}]}]
+        return builder.build(Sample("sample", messages, images, {}, messages, videos=videos))
 
     missing = work.prompt_tokens - len(build(0).token_ids)
     if missing < 0:

@@ -41,8 +41,8 @@ from rl_vlm.types import Forward, MicroBatch, Prompt, ScoredGroup, SubGroup, len
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # `rollout_func` warns at every use
 
 
-MOST_ROWS = 16
-"""Padded rows of a micro-batch of this project."""
+MOST_ROWS, MOST_TOKENS = 16, 20_000
+"""Padded rows of a micro-batch of this project, and tokens of all of its rows."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,8 @@ class Side:
 def own_side(setup: Setup, shared: bool, bans: bool = True) -> Side:
     """Build the side of this project, on the group-shared row or on one padded row per completion.
 
-    Padded rows are in micro-batches of `MOST_ROWS`, since the activations of more do not fit this benchmark's machines.
+    Padded rows are in micro-batches of `MOST_ROWS` and `MOST_TOKENS`, since the activations of more do not fit this
+    benchmark's machines.
     Without `bans` placeholder tokens keep their probability as in TRL, so that gradients are equal.
     """
     config, work = setup.config, setup.work
@@ -145,10 +146,7 @@ def own_side(setup: Setup, shared: bool, bans: bool = True) -> Side:
     for own in [policy, *([reference.frozen] if reference and reference.frozen else [])]:
         own.banned_token_ids = own.banned_token_ids if bans else []
     give_adapters_weights(policy.model)
-    size = work.num_generations if shared else MOST_ROWS
-    parts = [
-        range(start, start + size)[: work.num_generations - start] for start in range(0, work.num_generations, size)
-    ]
+    parts = [range(work.num_generations)] if shared else dense_parts(work)
 
     def losses() -> Iterator[Tensor]:
         group = setup.new_group()
@@ -156,23 +154,78 @@ def own_side(setup: Setup, shared: bool, bans: bool = True) -> Side:
 
     def loss(group: ScoredGroup, members: list[int]) -> Tensor:
         batch = MicroBatch([SubGroup(group, members)], shared)
-        mask_NT = length_mask([work.completion_tokens] * len(members))
         ref_logprobs = reference(Forward(batch)).logprobs_NT if reference else None
         scores = policy(Forward(batch))
-        inputs = LossInputs(
-            policy_logprobs_NT=scores.logprobs_NT,
-            old_logprobs_NT=None,
-            ref_logprobs_NT=ref_logprobs,
-            advantages_NK=group.advantages_G[members, None],
-            mask_NT=mask_NT,
-            entropies_NT=scores.entropies_NT,
-        )
-        denominators = count_denominators([group], mask_truncated_completions=False)
-        token_loss, token_weights = configured_loss(config.algorithm)
-        weights_NT = token_weights(mask_NT, denominators, work.completion_tokens)
-        return policy_loss(inputs, config.algorithm, token_loss, weights_NT)[0]
+        return loss_of(setup, group, members, scores.logprobs_NT, scores.entropies_NT, ref_logprobs)
 
     return Side(policy.model, losses)
+
+
+def dense_parts(work: Workload) -> list[range]:
+    """Return the numbers of the completions of each micro-batch of padded rows."""
+    size = max(1, min(MOST_ROWS, MOST_TOKENS // (work.prompt_tokens + work.path_tokens)))
+    count = work.num_generations
+    return [range(start, min(start + size, count)) for start in range(0, count, size)]
+
+
+def loss_of(
+    setup: Setup,
+    group: ScoredGroup,
+    members: list[int],
+    logprobs_NT: Tensor,
+    entropies_NT: Tensor,
+    ref_logprobs_NT: Tensor | None = None,
+) -> Tensor:
+    """Compute the loss of some completions of a group as a run does."""
+    algorithm, length = setup.config.algorithm, setup.work.completion_tokens
+    mask_NT = length_mask([length] * len(members))
+    inputs = LossInputs(
+        policy_logprobs_NT=logprobs_NT,
+        old_logprobs_NT=None,
+        ref_logprobs_NT=ref_logprobs_NT,
+        advantages_NK=group.advantages_G[members, None],
+        mask_NT=mask_NT,
+        entropies_NT=entropies_NT,
+    )
+    denominators = count_denominators([group], mask_truncated_completions=False)
+    token_loss, token_weights = configured_loss(algorithm)
+    return policy_loss(inputs, algorithm, token_loss, token_weights(mask_NT, denominators, length))[0]
+
+
+def plain_side(setup: Setup) -> Side:
+    """Build the side of the model's own forward: a row per completion, each with the whole prompt and its pixels.
+
+    Positions are this project's, so that the gradients are equal. Micro-batches are those of padded rows.
+    """
+    policy, work = setup.policy(), setup.work
+    model: Any = policy.transformer
+
+    def losses() -> Iterator[Tensor]:
+        group = setup.new_group()
+        yield from (loss(group, list(members)) for members in dense_parts(work))
+
+    def loss(group: ScoredGroup, members: list[int]) -> Tensor:
+        inputs, completions = plain_inputs(policy, group, members)
+        logits = model(**inputs, logits_to_keep=work.completion_tokens + 1).logits[:, :-1]
+        logprobs = -nn.functional.cross_entropy(logits.flatten(0, 1), completions.flatten(), reduction="none")
+        logprobs = logprobs.view_as(completions)
+        return loss_of(setup, group, members, logprobs, torch.zeros_like(logprobs))
+
+    return Side(policy.model, losses)
+
+
+def plain_inputs(policy: Policy, group: ScoredGroup, members: list[int]) -> tuple[dict[str, Any], Tensor]:
+    """Return the arguments of the model's forward for some completions, and the tokens of these (N, T)."""
+    prompt, number = group.group.prompt, len(members)
+    completions = torch.stack([group.group.completions[i].token_ids for i in members])
+    positions = policy.family.prompt_positions(policy.transformer, prompt)  # (axes, P)
+    later = positions.max() + 1 + torch.arange(completions.shape[1])
+    positions = torch.cat([positions, later.expand(len(positions), -1)], dim=1)
+    media = {name: values.repeat(number, *[1] * (values.ndim - 1)) for name, values in prompt.mm_inputs.items()}
+    rows = {"input_ids": torch.cat([prompt.token_ids.expand(number, -1), completions], dim=1)}
+    for name, values in prompt.token_inputs.items():
+        rows[name] = torch.cat([values.expand(number, -1), torch.zeros_like(completions)], dim=1)
+    return {**rows, **media, "position_ids": positions[:, None].expand(-1, number, -1)}, completions
 
 
 def trl_side(setup: Setup, output_dir: Path) -> Side:

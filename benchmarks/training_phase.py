@@ -53,7 +53,7 @@ def forward_backward(trainer: Trainer, groups: Sequence[ScoredGroup]) -> tuple[T
 
 def accumulate(trainer: Trainer, groups: Sequence[ScoredGroup], batches: Sequence[MicroBatch]) -> None:
     """Add the gradients of these micro-batches of the groups."""
-    with mock.patch("rl_vlm.passes.passes.make_micro_batches", return_value=list(batches)):
+    with mock.patch("rl_vlm.passes.rounds.make_micro_batches", return_value=list(batches)):
         forward_backward(trainer, groups)
 
 

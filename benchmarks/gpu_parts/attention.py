@@ -1,8 +1,8 @@
-"""The attention of the packed row, alone: FlexAttention, SDPA in two calls as on CPUs, and a kernel for varied lengths.
+"""The attention of the packed row, alone: FlashAttention, FlexAttention, SDPA in two calls, and flash-attn's kernel.
 
 Heads are those of the models. A row holds prompts of 1,040 tokens with 8 completions each. FlexAttention is compiled at
 its first call for these heads; later rows of other lengths must not compile it again. Its block mask is made in strips,
-without a compiler. The table has the registers, spills and shared memory of its kernels as Triton tells them. The third
+without a compiler. The table has the registers, spills and shared memory of its kernels as Triton tells them. The last
 is `flash_attn_varlen_func`, if flash-attn is installed: each completion attends to a copy of its prompt's keys.
 """
 
@@ -24,6 +24,7 @@ from transformers.masking_utils import causal_mask_function
 from benchmarks.common import version_of
 from benchmarks.gpu_parts.bench import Bench
 from rl_vlm.errors import shorten
+from rl_vlm.model.flash_rows import FlashRow, has_flash
 from rl_vlm.model.flex_kernels import compiled_flex_attention
 from rl_vlm.model.shared_prefix import RowLayout, block_attention, shared_attention
 
@@ -141,7 +142,13 @@ def ways(bench: Bench, row: Row) -> dict[str, Callable[[], Attend]]:
         layout = replace(row.layout, masks=row.layout.dense_masks(CAUSAL))
         return lambda: shared_attention(row.query, row.key, row.value, layout, row.scale)
 
+    def flash() -> Attend:
+        layout = replace(row.layout, masks=FlashRow.build(row.layout.sections, bench.device))
+        return lambda: shared_attention(row.query, row.key, row.value, layout, row.scale)
+
     found = {"FlexAttention": flex, "SDPA in two calls": sdpa}
+    if has_flash(bench.device):
+        found["FlashAttention"] = flash
     return found | ({"flash-attn, varied lengths": lambda: varied_lengths(row)} if version_of("flash-attn") else {})
 
 

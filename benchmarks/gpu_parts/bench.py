@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -24,6 +25,8 @@ class Bench:
     small: bool
     deadline: float = math.inf
     """The `time.monotonic()` after which no row is begun."""
+    rows: str = ""
+    """A regular expression that the names of measured rows contain."""
     left_out: list[str] = field(default_factory=list)
     """Names of what was not begun."""
 
@@ -37,8 +40,10 @@ class Bench:
         return "bfloat16" if self.on_gpu else "float32"
 
     def in_time(self, cases: Mapping[str, T]) -> Iterator[T]:
-        """Yield the cases until the deadline, and note the names of the others."""
+        """Yield the cases of `rows` until the deadline, and note the names of those after it."""
         for name, case in cases.items():
+            if not re.search(self.rows, name):
+                continue
             if time.monotonic() < self.deadline:
                 yield case
             else:
