@@ -28,27 +28,56 @@ from benchmarks.common import (
     ratio,
 )
 from benchmarks.counting import counted_flops
-from benchmarks.flops import Training, Workload
-from benchmarks.shapes import SHAPES
-from benchmarks.sides import Setup, Side, differences
+from benchmarks.flops import Training, Workload, dense_flops, shared_flops
+from benchmarks.report import result_arguments
+from benchmarks.shapes import SHAPES, model_config
+from benchmarks.sides import Setup, Side, differences, own_side
 
 TRAINING = Training()
 
 
+def comparison_parser(description: str | None) -> argparse.ArgumentParser:
+    """Make a parser with the arguments that all comparisons have. Each has tokens of its own prompts besides."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--num-generations", type=int, default=8)
+    parser.add_argument("--text-tokens", type=int, default=40)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--shape", choices=SHAPES, default="small")
+    parser.add_argument("--memory-of", help=argparse.SUPPRESS)
+    result_arguments(parser)
+    return parser
+
+
 @dataclass(frozen=True)
 class Comparison:
-    """Sides of a benchmark, of which the first is compared with the others."""
+    """The shared row, compared with dense rows and with a peer."""
 
     script: str
     workload: Callable[[argparse.Namespace], Workload]
     arguments: Sequence[str]
     """Arguments that the workload is made of, with `shape`."""
-    sides: dict[str, Callable[[Setup, Path], Side]]
-    """Make a side. Each may write to the directory."""
-    flops: Callable[[argparse.Namespace], dict[str, float]]
-    """Compute the FLOPs of each side's pass."""
-    peers: dict[str, Callable[[Setup], Side]]
-    """Make the first side in the form whose gradients equal those of another side, if it is another form."""
+    peer: str
+    """Name of the side that is not this project's: it encodes images for each completion, and bans no placeholders."""
+    peer_side: Callable[[Setup, Path], Side]
+    """Make that side. It may write to the directory."""
+
+    @property
+    def sides(self) -> dict[str, Callable[[Setup, Path], Side]]:
+        """Return what makes each side: the shared row, this project's dense rows, and the peer."""
+        return {
+            "shared": lambda setup, directory: own_side(setup, shared=True),
+            "dense": lambda setup, directory: own_side(setup, shared=False),
+            self.peer: self.peer_side,
+        }
+
+    def flops(self, args: argparse.Namespace) -> dict[str, float]:
+        """Compute the FLOPs of each side's pass."""
+        config, work = model_config(SHAPES[args.shape]), self.workload(args)
+        return {
+            "shared": shared_flops(config, work, TRAINING).total,
+            "dense": dense_flops(config, work, TRAINING, vision_once=True).total,
+            self.peer: dense_flops(config, work, TRAINING).total,
+        }
 
     def setup(self, args: argparse.Namespace, directory: Path) -> Setup:
         torch.set_num_threads(1)
@@ -62,9 +91,9 @@ class Comparison:
             sides = {name: make(setup, directory / name) for name, make in self.sides.items()}
             counted = {name: counted_flops(side.run) for name, side in sides.items()}  # warms up as well
             first, *others = sides
+            like_peer = own_side(setup, shared=True, bans=False)
             agreement = {
-                name: differences(self.peers[name](setup) if name in self.peers else sides[first], sides[name])
-                for name in others
+                name: differences(like_peer if name == self.peer else sides[first], sides[name]) for name in others
             }
             seconds = alternate({name: side.run for name, side in sides.items()}, args.repeats, time.process_time)
         memory = {name: in_fresh_process(self.script, self.memory_arguments(args, name)) for name in sides}

@@ -15,25 +15,18 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script
 
-from benchmarks.compared import TRAINING, Comparison
-from benchmarks.flops import Workload, dense_flops, shared_flops
-from benchmarks.report import result_arguments, run_benchmark
-from benchmarks.shapes import SHAPES, model_config
-from benchmarks.sides import own_side, trl_side
+from benchmarks.compared import Comparison, comparison_parser
+from benchmarks.flops import Workload
+from benchmarks.report import run_benchmark
+from benchmarks.sides import trl_side
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--num-generations", type=int, default=8)
+    parser = comparison_parser(__doc__)
     parser.add_argument("--image-tokens", type=int, default=1000)
-    parser.add_argument("--text-tokens", type=int, default=40)
     parser.add_argument("--completion-tokens", type=int, default=160, help="sampled tokens of both turns")
     parser.add_argument("--observed-image-tokens", type=int, default=160)
     parser.add_argument("--observed-text-tokens", type=int, default=40)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--shape", choices=SHAPES, default="small")
-    parser.add_argument("--memory-of", help=argparse.SUPPRESS)
-    result_arguments(parser)
     return parser.parse_args(arguments)
 
 
@@ -44,32 +37,10 @@ def workload(args: argparse.Namespace) -> Workload:
     )  # fmt: skip
 
 
-def flops(args: argparse.Namespace) -> dict[str, float]:
-    config, work = model_config(SHAPES[args.shape]), workload(args)
-    return {
-        "shared": shared_flops(config, work, TRAINING).total,
-        "dense": dense_flops(config, work, TRAINING, vision_once=True).total,
-        "trl": dense_flops(config, work, TRAINING).total,
-    }
-
-
-WORKLOAD = (
+ARGUMENTS = (
     "num_generations image_tokens text_tokens completion_tokens observed_image_tokens observed_text_tokens shape"
 ).split()
-
-
-COMPARED = Comparison(
-    "trajectories.py",
-    workload,
-    WORKLOAD,
-    {
-        "shared": lambda setup, directory: own_side(setup, shared=True),
-        "dense": lambda setup, directory: own_side(setup, shared=False),
-        "trl": trl_side,
-    },
-    flops,
-    {"trl": lambda setup: own_side(setup, shared=True, bans=False)},
-)
+COMPARED = Comparison("trajectories.py", workload, ARGUMENTS, "trl", trl_side)
 
 
 def main() -> None:

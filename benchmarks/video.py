@@ -16,28 +16,18 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script
 
-from benchmarks.compared import TRAINING, Comparison
-from benchmarks.flops import Workload, dense_flops, shared_flops
-from benchmarks.report import result_arguments, run_benchmark
-from benchmarks.shapes import SHAPES, model_config
-from benchmarks.sides import own_side, plain_side
+from benchmarks.compared import Comparison, comparison_parser
+from benchmarks.flops import Workload
+from benchmarks.report import run_benchmark
+from benchmarks.sides import plain_side
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--num-generations", type=int, default=8)
+    parser = comparison_parser(__doc__)
     parser.add_argument("--image-tokens", type=int, default=2048, help="tokens of all frames of the video")
     parser.add_argument("--num-frames", type=int, default=16, help="two frames become one grid of tokens")
-    parser.add_argument("--text-tokens", type=int, default=40)
     parser.add_argument("--completion-tokens", type=int, default=200)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--shape", choices=SHAPES, default="small")
-    parser.add_argument("--memory-of", help=argparse.SUPPRESS)
-    result_arguments(parser)
     return parser.parse_args(arguments)
-
-
-ARGUMENTS = "num_generations image_tokens num_frames text_tokens completion_tokens shape".split()
 
 
 def workload(args: argparse.Namespace) -> Workload:
@@ -46,27 +36,8 @@ def workload(args: argparse.Namespace) -> Workload:
     )
 
 
-def flops(args: argparse.Namespace) -> dict[str, float]:
-    config, work = model_config(SHAPES[args.shape]), workload(args)
-    return {
-        "shared": shared_flops(config, work, TRAINING).total,
-        "dense": dense_flops(config, work, TRAINING, vision_once=True).total,
-        "plain": dense_flops(config, work, TRAINING).total,
-    }
-
-
-COMPARED = Comparison(
-    "video.py",
-    workload,
-    ARGUMENTS,
-    {
-        "shared": lambda setup, directory: own_side(setup, shared=True),
-        "dense": lambda setup, directory: own_side(setup, shared=False),
-        "plain": lambda setup, directory: plain_side(setup),
-    },
-    flops,
-    {"plain": lambda setup: own_side(setup, shared=True, bans=False)},
-)
+ARGUMENTS = "num_generations image_tokens num_frames text_tokens completion_tokens shape".split()
+COMPARED = Comparison("video.py", workload, ARGUMENTS, "plain", lambda setup, directory: plain_side(setup))
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ from functools import cache, cached_property
 from hashlib import blake2b
 from importlib.metadata import version
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int, UInt8
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     import numpy as np
     from PIL.Image import Image
 
+T = TypeVar("T")
 Sharing = Literal["auto", "shared", "dense", "unproven"]
 """How often a group's prompt is computed: once (shared), once per completion (dense), or whichever is cheaper."""
 VideoFormat = Literal["native", "frames"]
@@ -152,23 +153,27 @@ class Sample:
         return self.videos or self.frames_of
 
     @property
-    def own_images(self) -> list[int]:
-        """Indices in `images` of those that are no frames of a video."""
+    def own_images(self) -> list[Image]:
+        """Those of `images` that are no frames of a video."""
+        return self.without_frames(self.images)
+
+    def without_frames(self, values: Sequence[T]) -> list[T]:
+        """Return those of one value per image, or of no values, that belong to no frame of a video."""
         pairs = zip(self.frame_starts, self.frames_of, strict=True)
         frames = {start + i for start, video in pairs for i in range(len(video.frames))}
-        return [i for i in range(len(self.images)) if i not in frames]
+        return [value for i, value in enumerate(values) if i not in frames]
 
     @cached_property
     def reads(self) -> list[MediumRead]:
         """The pixels that were read for the prompt. A resumed run compares them with those that it reads."""
         files = self.image_files or [None] * len(self.images)
         images = [MediumRead.of_image(image, path) for image, path in zip(self.images, files, strict=True)]
-        return images + [MediumRead.of_video(video) for video in self.videos or self.frames_of]
+        return images + [MediumRead.of_video(video) for video in self.all_videos]
 
     @property
     def media_text(self) -> str:
         """How errors describe its images and videos, such as "images of 64x48 pixels". Empty without any."""
-        images = ", ".join(f"{self.images[i].width}x{self.images[i].height}" for i in self.own_images)
+        images = ", ".join(f"{image.width}x{image.height}" for image in self.own_images)
         shapes = [video.frames.shape for video in self.all_videos]
         videos = ", ".join(f"{number} frames of {width}x{height}" for number, height, width, _ in shapes)
         named = [f"images of {images} pixels"] if images else []
@@ -206,8 +211,7 @@ class Prompt:
     @property
     def own_image_sizes(self) -> list[tuple[int, int]] | None:
         """`image_sizes` of images that are no frames of a video."""
-        sizes = self.image_sizes
-        return None if sizes is None else [sizes[i] for i in self.sample.own_images]
+        return None if self.image_sizes is None else self.sample.without_frames(self.image_sizes)
 
     @cached_property
     def digest(self) -> bytes:

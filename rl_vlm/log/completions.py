@@ -126,7 +126,7 @@ def size_columns(prompt: Prompt) -> dict[str, Any]:
     """Return the sizes of a prompt's images, and the times of its videos if it has some."""
     sample = prompt.sample
     return {
-        "image_sizes": [list(sample.images[i].size) for i in sample.own_images],
+        "image_sizes": [list(image.size) for image in sample.own_images],
         "model_image_sizes": [list(size) for size in prompt.own_image_sizes or []],
         **video_columns(sample.all_videos),
     }

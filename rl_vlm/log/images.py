@@ -57,7 +57,7 @@ class PromptImages:
     def write_all(self, sample: Sample, most: int | None = None) -> dict[str, list[Path]]:
         """Write the images and videos of a prompt, at most `most` of each. Return the columns of their paths."""
         strips = [self.write_image(strip_of(video)) for video in sample.all_videos[:most]]
-        images = [self.write_image(sample.images[i]) for i in sample.own_images[:most]]
+        images = [self.write_image(image) for image in sample.own_images[:most]]
         return {"images": images, **({"videos": strips} if strips else {})}
 
     def of_completion(self, sample: Sample, index: int) -> KeepImages | None:

@@ -200,8 +200,8 @@ class VisionEncoder:
                 output = self.family.image_features(model, **inputs)
             else:
                 output = model.get_image_features(**inputs, return_dict=True)
-        of_videos = [int(self.family.is_video(self.model.config, each).sum()) for each in rendered]
-        found = split_features(output, rendered, self.placeholders(rendered), of_videos)
+        kinds = [self.family.is_video(self.model.config, each) for each in rendered]
+        found = split_features(output, rendered, list(map(len, kinds)), [int(kind.sum()) for kind in kinds])
         return dict(zip(rendered, found, strict=True))
 
     @contextmanager

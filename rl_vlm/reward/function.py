@@ -244,7 +244,7 @@ def arguments(groups: Sequence[Group], columns: Iterable[str], form: Form | None
     return {
         "turns": [turns_of(completion.turns) for _, completion in rows],
         "finish_reasons": [completion.finish_reason for _, completion in rows],
-        "image_path": [own(sample.image_files, sample) for sample in samples],
+        "image_path": [sample.without_frames(sample.image_files) for sample in samples],
         "image_grid_thw": [image_grid(prompt) for prompt, _ in rows],
         "video_duration": [[video.duration for video in each] for each in videos],
         "video_frame_times": [[video.times for video in each] for each in videos],
@@ -252,16 +252,11 @@ def arguments(groups: Sequence[Group], columns: Iterable[str], form: Form | None
         "prompts": [prompt_in(form, sample.prompt) for sample in samples],
         "completions": [completion_as(form or form_of(p.sample.prompt), completion) for p, completion in rows],
         "completion_ids": [completion.paths[-1].token_ids.tolist() for _, completion in rows],
-        "images": [own(sample.images, sample) for sample in samples],
-        "image_sizes": [[image.size for image in own(sample.images, sample)] for sample in samples],
+        "images": [sample.own_images for sample in samples],
+        "image_sizes": [[image.size for image in sample.own_images] for sample in samples],
         "model_image_sizes": [prompt.own_image_sizes for prompt, _ in rows],
         **({"environments": [completion.environment for _, completion in rows]} if has_environment else {}),
     }
-
-
-def own(values: Sequence[Any], sample: Sample) -> list[Any]:
-    """Return the values of images that are no frames of a video, of one value per image or of none at all."""
-    return [values[i] for i in sample.own_images] if values else []
 
 
 def image_grid(prompt: Prompt) -> list[Any] | None:

@@ -20,7 +20,7 @@ def offered(request: RolloutRequest, seed: int) -> dict[str, Any]:
     The seed is the same for all completions of a group.
     """
     sample = request.prompt.sample
-    images = [sample.images[i] for i in sample.own_images]
+    images = sample.own_images
     digest = hashlib.blake2b(f"{seed}/{request.group_id}/reset".encode(), digest_size=4).digest()
     return {
         "seed": int.from_bytes(digest, "little"),
