@@ -1,0 +1,98 @@
+"""Images and videos of a row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache, cached_property
+from hashlib import blake2b
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from jaxtyping import UInt8
+
+if TYPE_CHECKING:
+    import numpy as np
+    from PIL.Image import Image
+
+
+@dataclass(frozen=True, eq=False)
+class Video:
+    """Frames of one video. They are chosen once, and have the size that the vision tower gets."""
+
+    frames: UInt8[np.ndarray, "frames height width 3"]
+    indices: tuple[int, ...]
+    """The number of each frame in the file, or milliseconds if frames of the file have no constant rate."""
+    fps: float
+    """Frames per second of the file, or 1000 for milliseconds."""
+    total_num_frames: int
+    """Frames of the file from the clip's start to its end, or that time in milliseconds. Processors divide by it to
+    know how many seconds lie between the chosen frames."""
+    duration: float
+    """Seconds of the file."""
+    path: str | None = None
+    """The file or folder, or None if the row holds the video itself."""
+    reader: str = ""
+    """Name and version of the software that decoded the frames."""
+
+    @cached_property
+    def digest(self) -> str:
+        """A hash of the frames."""
+        return blake2b(self.frames.tobytes(), digest_size=16).hexdigest()
+
+    @property
+    def times(self) -> list[float]:
+        """The second of the file at which each frame is shown."""
+        return [index / self.fps for index in self.indices]
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """The times of the frames, as processors read them. They change its list of indices, so each call makes one."""
+        height, width = self.frames.shape[1:3]
+        return {
+            "total_num_frames": self.total_num_frames, "fps": self.fps, "frames_indices": list(self.indices),
+            "duration": self.duration, "height": height, "width": width,
+        }  # fmt: skip
+
+
+@cache
+def pillow_version() -> str:
+    """Return the version of the package that decodes images."""
+    return version("pillow")
+
+
+class MediumRead(NamedTuple):
+    """The pixels of an image or a video, in plain values for checkpoints."""
+
+    kind: str
+    path: str | None
+    size: tuple[int, int]
+    """Width and height."""
+    indices: tuple[int, ...]
+    """`Video.indices`, or nothing for an image."""
+    fps: float | None
+    """`Video.fps`, or None for an image."""
+    digest: str
+    """A hash of the pixels."""
+    reader: str
+    """Name and version of the software that decoded the pixels."""
+
+    @classmethod
+    def of_image(cls, image: Image, path: str | None) -> MediumRead:
+        digest = blake2b(image.tobytes(), digest_size=16).hexdigest()
+        return cls("image", path, image.size, (), None, digest, f"Pillow {pillow_version()}")
+
+    @classmethod
+    def of_video(cls, video: Video) -> MediumRead:
+        height, width = video.frames.shape[1:3]
+        return cls("video", video.path, (width, height), video.indices, video.fps, video.digest, video.reader)
+
+    def is_same(self, other: MediumRead) -> bool:
+        """Return whether both have equal pixels and times. The path and the reader may differ."""
+        return self._replace(path=None, reader="") == other._replace(path=None, reader="")
+
+    def __str__(self) -> str:
+        """Return it for error messages."""
+        frames = f", frames {', '.join(map(str, self.indices))} at {self.fps:g} per second" if self.indices else ""
+        reader = f", read with {self.reader}" if self.reader else ""
+        width, height = self.size
+        return f"{self.path or 'a value of the row'}{frames}, {width} × {height} pixels, digest {self.digest}{reader}"
