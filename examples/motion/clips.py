@@ -106,7 +106,7 @@ def draw_row(random: Random, scan: Any, order: list[int]) -> dict[str, Any]:
     x, y = random.randrange(SIDE), random.randrange(SIDE)
     dx, dy = WAYS[way]
     frames = [frame(scan, x + i * SPEED * dx, y + i * SPEED * dy) for i in order]
-    return {"prompt": QUESTION, "video": mp4(frames), "solution": way}
+    return {"prompt": QUESTION, "video": mp4(frames, FPS), "solution": way}
 
 
 def frame(scan: Any, x: int, y: int) -> Any:
@@ -118,14 +118,14 @@ def frame(scan: Any, x: int, y: int) -> Any:
     return np.roll(canvas, (y, x), (0, 1))
 
 
-def mp4(frames: Sequence[Any]) -> bytes:
+def mp4(frames: Sequence[Any], fps: int) -> bytes:
     """Return frames of grey pixels as a file."""
     import av
     import numpy as np
 
     file = BytesIO()
     with av.open(file, "w", format="mp4") as container:
-        stream: Any = container.add_stream("libx264", rate=FPS, options={"crf": "10"})
+        stream: Any = container.add_stream("libx264", rate=fps, options={"crf": "10"})
         stream.width, stream.height, stream.pix_fmt = SIDE, SIDE, "yuv420p"
         stream.codec_context.thread_count = 1  # frames this small are not worth starting threads
         for pixels in frames:

@@ -16,7 +16,7 @@ from rl_vlm.data.messages import blocks_of
 from rl_vlm.data.remote.chat import ChatProcessor
 from rl_vlm.data.remote.processors import own_processor
 from rl_vlm.data.samples import Rows
-from rl_vlm.data.video.sizes import has_size
+from rl_vlm.data.video.sizes import has_size, smallest_frame
 from rl_vlm.errors import ConfigError, DataError, ModelError
 from rl_vlm.types import Prompt, Sample, Video, VideoFormat
 
@@ -84,6 +84,15 @@ def has_max_pixels(processor: Any) -> bool:
 def smallest_max_pixels(processor: Any) -> int | None:
     """Return the smallest possible `data.max_pixels`, or None if it has no effect on the processor."""
     return dict(processor.image_processor.size)["shortest_edge"] if has_max_pixels(processor) else None
+
+
+class SmallestPixels(NamedTuple):
+    """The smallest limits on pixels that make a difference. None if a limit makes none."""
+
+    image: int | None
+    """Of `data.max_pixels`."""
+    frame: int | None
+    """Of `data.video_max_pixels`."""
 
 
 def placeholder_tokens(processor: Any) -> list[str]:
@@ -182,6 +191,12 @@ class PromptBuilder:
         """The processor that chooses the frames of videos, or None if they are chosen at even distances."""
         return getattr(self.processor, "video_processor", None) if self.video_format == "native" else None
 
+    @property
+    def smallest_pixels(self) -> SmallestPixels:
+        """The smallest limits on pixels that make a difference. Frames that are images have those of images."""
+        image = smallest_max_pixels(self.processor)
+        return SmallestPixels(image, image if self.video_format == "frames" else smallest_frame(self.video_processor))
+
     def adapted(self, template_kwargs: dict[str, Any], introduction: Introduction | None = None) -> PromptBuilder:
         """Return a builder with these arguments of the chat template, and with this introduction."""
         return PromptBuilder(
@@ -198,6 +213,7 @@ class PromptBuilder:
         self._refuse_placeholders(sample)
         sample = self.shown(sample)
         try:
+            self._check_marks(sample)
             features = self._chat(sample) if self.processor.chat_template else self._plain_text(sample)
         except (ValueError, TypeError, jinja2.TemplateError) as error:
             advice = unequal_lengths(sample)
@@ -248,7 +264,6 @@ class PromptBuilder:
     def _chat(self, sample: Sample) -> BatchFeature:
         form: dict[str, Any] = {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
         if sample.videos:
-            self._check_marks(sample)
             form["processor_kwargs"] = as_sampled(self.processor, sample.videos)
         return self.templated(sample.messages, sample.images, sample.videos, **form)
 
@@ -301,7 +316,9 @@ class PromptBuilder:
         return [(width * side, height * side) for _, height, width in mm_inputs["image_grid_thw"].tolist()]
 
     def _check_marks(self, sample: Sample) -> None:
-        """Raise DataError if the chat template leaves images or videos out. Its text has one token for each of them."""
+        """Raise DataError if the text of a prompt with videos lacks a token for one of them, or for an image."""
+        if not sample.videos:
+            return
         text, owner = self.text(sample), self.processor
         for kind, token, num in (
             ("images", owner.image_token, len(sample.images)),

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
+from rl_vlm.data.prompts import SmallestPixels
 from rl_vlm.errors import DataError, shorten
 from rl_vlm.passes.budget import TokenBudget
 from rl_vlm.types import Prompt, Sample
@@ -21,10 +22,10 @@ logger = logging.getLogger(__name__)
 class LargePrompts:
     """Finds prompts that alone exceed the budget that the run starts with."""
 
-    def __init__(self, budget: TokenBudget, min_pixels: int | None = None) -> None:
-        """`min_pixels` is the smallest value of `data.max_pixels`, or None if the setting has no effect."""
+    def __init__(self, budget: TokenBudget, smallest: SmallestPixels) -> None:
+        """`smallest` are the smallest limits on pixels that advice may name."""
         self.budget = budget
-        self.min_pixels = min_pixels
+        self.smallest = smallest
         self.has_warned = False
 
     def check(self, prompts: Mapping[str, Prompt]) -> None:
@@ -78,16 +79,13 @@ class LargePrompts:
     def fitting_pixels(self, prompt: Prompt) -> int | None:
         """Return pixels of each image, or of each frame, with which the prompt fits, or None if there are none."""
         sample = prompt.sample
-        num_media = len(sample.images) or num_frames(sample)
-        if (self.min_pixels is None and sample.images) or not num_media:
+        least = self.smallest.frame if sample.all_videos else self.smallest.image
+        num_media = num_frames(sample) or len(sample.images)
+        if least is None or not num_media or (sample.own_images and sample.all_videos):  # both: they have a limit each
             return None
-        if sample.own_images and sample.all_videos:
-            return None  # they have a limit each
-        pixels = self.budget.vision.pixels(prompt)
-        if sample.videos:
-            pixels = sum(video.frames[..., 0].size for video in sample.videos)
-        pixels = int(pixels / num_media * self.fitting_share(prompt))
-        return pixels if pixels >= (self.min_pixels if sample.images and self.min_pixels else 1) else None
+        of_videos = sum(video.frames[..., 0].size for video in sample.videos)
+        pixels = int((of_videos or self.budget.vision.pixels(prompt)) / num_media * self.fitting_share(prompt))
+        return pixels if pixels >= least else None
 
     def fitting_frames(self, prompt: Prompt) -> int | None:
         """Return a limit on the frames of each video with which the prompt fits, or None if there is none.

@@ -26,7 +26,7 @@ from rl_vlm.config.schema import RunConfig
 from rl_vlm.data.check import UsableRows, fitting_rows
 from rl_vlm.data.fingerprint import data_fingerprint
 from rl_vlm.data.loader import PromptLoader, PromptSource
-from rl_vlm.data.prompts import PromptBuilder, build_prompt, load_processor, smallest_max_pixels
+from rl_vlm.data.prompts import PromptBuilder, build_prompt, load_processor
 from rl_vlm.data.sampler import PromptSampler
 from rl_vlm.distributed.installation import check_installation
 from rl_vlm.distributed.optimizer import Optimizer
@@ -211,7 +211,7 @@ def build_parts(config: RunConfig, opened: ExitStack, instruments: Sequence[Make
 
 def checked_large_prompts(data: Data, budget: TokenBudget, ranks: Ranks) -> LargePrompts:
     """Check the prompts of the largest rows. Raises DataError if one exceeds the budget."""
-    large_prompts = LargePrompts(budget, smallest_max_pixels(data.processor))
+    large_prompts = LargePrompts(budget, data.builder.smallest_pixels)
     with ranks.agree():
         if ranks.is_main:
             large_prompts.check(data.largest_prompts())

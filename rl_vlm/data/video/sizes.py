@@ -57,10 +57,17 @@ def has_any_size(processor: Any) -> bool:
     return own_function(processor, "smart_resize") is not None
 
 
+def smallest_frame(processor: Any) -> int | None:
+    """Return the smallest `data.video_max_pixels` that makes a difference, or None if it makes none."""
+    if has_any_size(processor):
+        return unit(processor) ** 2
+    return 1 if own_size(processor, 640, 360) is None else None
+
+
 def check_limits(processor: Any, data: DataConfig) -> None:
     """Raise ConfigError if the settings limit pixels of frames, and the checkpoint's video processor has one size."""
     given = [name for name in LIMITS if getattr(data, name) is not None]
-    if given and not has_any_size(processor) and own_size(processor, 640, 360) is not None:
+    if given and smallest_frame(processor) is None:
         kind = type(processor).__name__
         raise ConfigError(f"data.{given[0]} has no effect on the checkpoint's {kind}, which has one size; unset it.")
 

@@ -18,7 +18,7 @@ from rl_vlm.config.function_names import names_function
 from rl_vlm.config.precision import with_precision
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.data.check import UsableRows, fitting_rows
-from rl_vlm.data.prompts import PromptBuilder, build_prompt, load_processor, smallest_max_pixels
+from rl_vlm.data.prompts import PromptBuilder, build_prompt, load_processor
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.errors import OTHER_PROBLEM, DataError, Finding, Severity
 from rl_vlm.model.files import cached_snapshot, read_json
@@ -208,7 +208,7 @@ def check_budget(
     ranks, setting = Ranks(), config.memory.micro_batch_tokens
     planned, _ = start_budget(config, checkpoint, ranks, list(built.values())[:NUM_PLANNED])
     budget = TokenBudget(ranks, Progress(max_steps=0), policy.vision, planned, setting)
-    large_prompts = LargePrompts(budget, smallest_max_pixels(builder.processor))
+    large_prompts = LargePrompts(budget, builder.smallest_pixels)
     severity: Severity = "warning" if setting == "auto" else "error"
     for row, prompt in built.items():
         if large_prompts.exceeds(prompt):

@@ -9,6 +9,7 @@ import torch
 from PIL import Image
 
 from rl_vlm.data.frames import frames_as_images
+from rl_vlm.data.prompts import SmallestPixels
 from rl_vlm.distributed.collectives import SingleRank
 from rl_vlm.errors import DataError
 from rl_vlm.model.vision import VisionEncoder
@@ -46,12 +47,14 @@ class Priced(TokenBudget):
 
 
 def large_prompts(
-    tokens: int, is_set: bool = True, is_frozen: bool = False, min_pixels: int | None = 1
+    tokens: int, is_set: bool = True, is_frozen: bool = False, min_pixels: int | None = 1, min_frame: int | None = 1
 ) -> LargePrompts:
     encoder = make_encoder(frozen=is_frozen)
     setting, ranks = tokens if is_set else "auto", SingleRank(torch.device("cpu"))
     vision = Tower(encoder.model, encoder.family)
-    return LargePrompts(Priced(ranks, Progress(1), vision, PlannedBudget(tokens), setting), min_pixels)
+    return LargePrompts(
+        Priced(ranks, Progress(1), vision, PlannedBudget(tokens), setting), SmallestPixels(min_pixels, min_frame)
+    )
 
 
 def message(found: LargePrompts, *prompts: Prompt) -> str:
@@ -137,6 +140,9 @@ def test_frames_of_videos_are_named_with_their_own_setting():
     assert message(large_prompts(110, min_pixels=None), prompt).endswith(
         "at least 200, or data.max_frames to at most 2, or data.video_max_pixels to at most 21560."
     )
+    for too_large in (None, 21561):  # the processor has one size, or frames of one token are larger
+        found = message(large_prompts(110, min_frame=too_large), prompt)
+        assert found.endswith("at least 200, or data.max_frames to at most 2.")
     both = replace(prompt, sample=replace(sample, images=[image]))
     found = message(large_prompts(60), both)
     assert "images of 280x280 pixels and videos of 4 frames of 280x140 pixels" in found
@@ -153,4 +159,4 @@ def test_frames_that_are_images_are_named_as_frames():
     assert "its videos of 4 frames of 280x140, 2 frames of 280x140 pixels count as 600 tokens" in found
     # 5 of 6 frames fit: three and two
     assert found.endswith("at least 600, or data.max_frames to at most 3, or data.video_max_pixels to at most 32666.")
-    assert message(large_prompts(500, min_pixels=None), prompt).endswith("or data.max_frames to at most 3.")
+    assert message(large_prompts(500, min_frame=None), prompt).endswith("or data.max_frames to at most 3.")

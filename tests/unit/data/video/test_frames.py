@@ -10,6 +10,7 @@ from transformers.video_utils import VideoMetadata
 
 from rl_vlm.config.schema import DataConfig
 from rl_vlm.data.video.frames import FrameRule
+from rl_vlm.data.video.sizes import smallest_frame
 from rl_vlm.data.video.timeline import constant, timeline
 from rl_vlm.errors import ConfigError
 
@@ -38,6 +39,13 @@ def chosen(found: FrameRule, shown=TEN_SECONDS, start=None, end=None) -> list[in
 def test_the_checkpoints_own_rule_chooses_frames(name, count, numbers):
     found = chosen(rule(name))
     assert (len(found), [*found[:3], found[-1]]) == (count, numbers)
+
+
+@pytest.mark.parametrize(
+    "name, pixels", [("Qwen2VL", 28 * 28), ("Qwen3VL", 32 * 32), ("InternVL", None), ("Gemma4", None), (None, 1)]
+)
+def test_the_smallest_limit_on_a_frame_is_that_of_one_token(name, pixels):
+    assert smallest_frame(rule(name).processor) == pixels
 
 
 def test_frames_are_thinned_to_a_multiple_of_the_temporal_patch():
