@@ -11,7 +11,12 @@ from typing import TYPE_CHECKING, Any, Literal
 from rl_vlm.errors import ConfigError, ModelError
 from rl_vlm.model.derived import derived_family
 from rl_vlm.model.family import Family, positions_after_videos, positions_from_one, rope_positions
-from rl_vlm.model.projection import lfm2_features, minicpm_features, paddleocr_features
+from rl_vlm.model.projection import (
+    lfm2_features,
+    minicpm_features,
+    paddleocr_features,
+    perception_features,
+)
 from rl_vlm.model.remote.code import has_own_code
 
 if TYPE_CHECKING:
@@ -82,7 +87,10 @@ FAMILIES: dict[str, Family] = {
         Family("deepseek_vl", ("model.vision_model", "model.aligner"), joins_images=True),
         Family("kimi_k25", ("model.vision_tower", "model.mm_projector"), joins_images=True),
         Family("got_ocr2", TOWER, joins_images=True, first_images_only="its prompts have no turns"),
-        Family("perception_lm", TOWER),
+        Family(
+            "perception_lm", TOWER, videos="patches", image_features=perception_features,
+            getters=("get_image_features", "get_image_features"),
+        ),
         Family(
             "llama4", ("vision_model", "multi_modal_projector"), joins_images=True, padding_matters=True,
             unshardable="its projector runs in the forward of rows with images alone", since=CHECKED,

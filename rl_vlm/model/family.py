@@ -99,6 +99,8 @@ class Family:
     """Config attribute with the id of a video's placeholder token. It can be an image's (GLM-V)."""
     own_forward_takes_videos: bool = True
     """Whether transformers' own forward of the model takes videos. Gemma 4's fails. Here it gets their features."""
+    getters: tuple[str, str] = ("get_image_features", "get_video_features")
+    """The functions from which the model's own forward gets the features of images, and then those of videos."""
     videos_in_vllm: int = 0
     """Number of videos in a prompt that vLLM takes, with the policy's tokens and log-probs. 0: it gets their frames as
     images."""

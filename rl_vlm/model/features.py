@@ -36,7 +36,7 @@ class ImageFeatures:
     layers: tuple[int, ...] = ()
     """The language layers that add the embeddings and each of `deepstack`, if the model names them (Granite)."""
     num_image_tokens: int | None = None
-    """How many vectors are images', the first ones. The others are videos'. None: all."""
+    """How many vectors, or tiles of them, are images', the first ones. The others are videos'. None: all."""
 
     @property
     def of_images(self) -> ImageFeatures | None:

@@ -1,7 +1,8 @@
-"""Features of images with one call of the projector, for models that call it, or a part of it, once per image.
+"""Features of images and videos with one call of tower and projector, for models that call them more often.
 
-Ranks that shard weights must call it equally often, and have different numbers of images. These projectors join blocks
-of neighbouring patches. So the blocks of all images can stand in one column, which is one image:
+Ranks that shard weights must call them equally often, and have different numbers of images. Some models call the tower
+once for images and once for videos. Others call the projector, or a part of it, once per image. These projectors join
+blocks of neighbouring patches. So the blocks of all images can stand in one column, which is one image:
 
     [a b]  [e f]          [a]
     [c d]  [g h]    ─►    [b]  …  [h]        each letter a block
@@ -48,6 +49,14 @@ def paddleocr_features(model: Any, pixel_values: Tensor, image_grid_thw: Tensor)
     column = column_of_blocks(hidden.split([h * w for h, w in sizes]), sizes, block)
     features = model.projector(column.flatten(0, 1), image_grid_thw.new_tensor([[1, *column.shape[:2]]]))
     return with_parts(hidden, features, sizes, block)
+
+
+def perception_features(
+    model: Any, pixel_values: Tensor | None = None, pixel_values_videos: Tensor | None = None
+) -> Any:
+    """Return the output of PerceptionLM's `get_image_features` for tiles of images and frames of videos."""
+    found = [each.flatten(0, 1) for each in (pixel_values, pixel_values_videos) if each is not None]
+    return model.get_image_features(torch.cat(found)[None], return_dict=True)
 
 
 def column_of_blocks(

@@ -15,7 +15,7 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import islice
+from itertools import cycle, islice
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -33,11 +33,11 @@ from rl_vlm.types import MicroBatch, Prompt, Rendered, Sample, concatenate_image
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-GETTERS = (
-    ("pixel_values", "get_image_features", lambda features: features.of_images),
-    ("pixel_values_videos", "get_video_features", lambda features: features.of_videos),
+KINDS = (
+    ("pixel_values", lambda features: features.of_images),
+    ("pixel_values_videos", lambda features: features.of_videos),
 )
-"""For each kind: the argument of the model's forward, the function it calls, and the part of features."""
+"""For each kind: the argument of the model's forward, and the part of features."""
 DEFAULT_PATCH_SIZE = 14
 """Patch size if the tower's config has none."""
 
@@ -216,17 +216,19 @@ class VisionEncoder:
             return
         inner: Any = self.model.base_model
         arguments: dict[str, Any] = {}
-        for argument, getter, of_kind in GETTERS:
+        outputs: dict[str, list[Any]] = {}
+        for (argument, of_kind), getter in zip(KINDS, self.family.getters, strict=True):
             if some := [part for each in features if (part := of_kind(each)) is not None]:
                 arguments[argument] = joined_embeddings(some)
-                setattr(inner, getter, returning(joined_output(arguments[argument], some)))
+                outputs.setdefault(getter, []).append(joined_output(arguments[argument], some))
+        for getter, found in outputs.items():
+            setattr(inner, getter, returning(found))
         try:
             with self.family.own_errors():
                 yield arguments
         finally:
-            for argument, getter, _ in GETTERS:
-                if argument in arguments:
-                    delattr(inner, getter)
+            for getter in outputs:
+                delattr(inner, getter)
 
     def idle(self, num_calls: int) -> Tensor:
         """Run the tower `num_calls` times and return 0. Idle runs let all ranks run it equally often."""
@@ -270,9 +272,10 @@ def idle_sample() -> Sample:
     return Sample("idle", messages, [Image.new("RGB", (64, 64), "gray")], {}, messages)
 
 
-def returning(output: Any) -> Callable[..., Any]:
-    """Return a function that returns `output`, whatever its arguments."""
-    return lambda *args, **kwargs: output
+def returning(outputs: Sequence[Any]) -> Callable[..., Any]:
+    """Return a function that returns the outputs in turn, whatever its arguments."""
+    in_turn = cycle(outputs)
+    return lambda *args, **kwargs: next(in_turn)
 
 
 def tower_inputs(some: Sequence[Rendered], device: torch.device) -> dict[str, Tensor]:
@@ -280,9 +283,10 @@ def tower_inputs(some: Sequence[Rendered], device: torch.device) -> dict[str, Te
 
     The images of each come before its videos, whose frames or temporal patches are images for the tower.
     """
-    if not any(map(has_video, some)):
+    names = {name for each in some if has_video(each) for name in each.mm_inputs}
+    join = next((join for name, join in JOINED.items() if name in names), None)
+    if join is None:
         return concatenate_images(some, device)
-    join = next(join for name, join in JOINED.items() if any(name in each.mm_inputs for each in some))
     return {name: to_device(value, device) for name, value in join(some).items()}
 
 
@@ -326,7 +330,7 @@ def row_length(rendered: Rendered) -> int:
     """Return the patches in the longest row of an input in rows of patches (Gemma 4), or 0 for other inputs."""
     if not {"image_position_ids", "video_position_ids"} & rendered.mm_inputs.keys():
         return 0
-    return max(rendered.mm_inputs[name].shape[1] for name, *_ in GETTERS if name in rendered.mm_inputs)
+    return max(rendered.mm_inputs[name].shape[1] for name, _ in KINDS if name in rendered.mm_inputs)
 
 
 JOINED: dict[str, Callable[[Sequence[Rendered]], dict[str, Tensor]]] = {
@@ -334,7 +338,8 @@ JOINED: dict[str, Callable[[Sequence[Rendered]], dict[str, Tensor]]] = {
     "target_sizes_videos": joined_strips,
     "video_position_ids": joined_padded,
 }
-"""How inputs of videos become inputs of images for the tower, by an input that only some families have."""
+"""How inputs of videos become inputs of images for the tower, by an input that only some families have. Without one of
+these inputs, the family's `image_features` takes those of both kinds."""
 
 
 def num_patches(config: PreTrainedConfig, rendered: Rendered) -> int:
@@ -350,7 +355,7 @@ def num_pixels(config: PreTrainedConfig, rendered: Rendered) -> int:
     Frames of one temporal patch count once, as the tower computes them together.
     """
     values_per_pixel = 3 * getattr(config.vision_config, "temporal_patch_size", 1)
-    found = [rendered.mm_inputs[name] for name, *_ in GETTERS if name in rendered.mm_inputs]
+    found = [rendered.mm_inputs[name] for name, _ in KINDS if name in rendered.mm_inputs]
     if longest := row_length(rendered):
         return sum(len(rows) * longest * rows.shape[2] for rows in found) // values_per_pixel
     return sum(rows.numel() for rows in found) // values_per_pixel
@@ -396,7 +401,9 @@ def split_features(
     )
     lists = not isinstance(pooled, Tensor), bool(layers) and not isinstance(deeper[0], Tensor)
     indicators = getattr(output, "visual_indicator_features", None)
-    of_images = [num - videos if videos else None for num, videos in zip(placeholders, of_videos, strict=True)]
+    of_images = [
+        (num - videos) // tile if videos else None for num, videos in zip(placeholders, of_videos, strict=True)
+    ]
     return [
         ImageFeatures(part, tuple(deep), indicators, lists, targets, num)
         for part, deep, num in zip(parts, deepstack, of_images, strict=True)
@@ -448,7 +455,9 @@ def num_items(rendered: Rendered) -> tuple[int, int]:
     if "video_position_ids" in inputs:
         return rendered.num_images, len(inputs["video_position_ids"])
     grids = inputs.get("video_grid_thw")
-    return rendered.num_images, 0 if grids is None else int(grids[:, 0].sum())
+    if grids is None:
+        return rendered.num_images, len(inputs.get("pixel_values_videos", ()))
+    return rendered.num_images, int(grids[:, 0].sum())
 
 
 def _joined(parts: Tensor | Sequence[Tensor]) -> Tensor:

@@ -61,7 +61,7 @@ def _perception_lm_processor(tokenizer: Any) -> ProcessorMixin:
         tokenizer=tokenizer,
         patch_size=4,
         pooling_ratio=2,
-        chat_template=chat_template("<|image|>"),
+        chat_template=chat_template("<|image|>", "<|video|>"),
     )
 
 

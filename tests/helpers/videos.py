@@ -64,7 +64,7 @@ CASES: dict[str, list[tuple[list[Any], str]]] = {
     "long in time": [(LONG, "What moves?")],
 }
 """Images and videos of each prompt of a micro-batch, and its text."""
-EQUAL_LENGTHS = {"InternVLProcessor", "MiniCPMV4_6Processor", "MiniCPMV4_7Processor"}
+EQUAL_LENGTHS = {"InternVLProcessor", "MiniCPMV4_6Processor", "MiniCPMV4_7Processor", "PerceptionLMProcessor"}
 """Processors that take videos of one prompt only if they have equally many frames."""
 
 
@@ -119,25 +119,43 @@ def own_logprobs(
 def fails(model: Any, prompt: Prompt) -> bool:
     """Whether the model's own forward does not take the prompt: GLM-V's takes no images beside videos.
 
-    Gemma 4's takes no videos.
+    Gemma 4's and Kimi's take no videos.
     """
     kind = model.config.model_type
     mixes = bool(prompt.sample.images and prompt.sample.videos)
-    return (kind.startswith("glm") and mixes) or (kind.startswith("gemma4") and bool(prompt.sample.videos))
+    return (kind.startswith("glm") and mixes) or (kind.startswith(("gemma4", "kimi")) and bool(prompt.sample.videos))
 
 
 def embedded(model: Any, prompt: Prompt, input_ids: Tensor) -> Tensor:
-    """The input of the language model, with features of the tower, which is called per image and per video."""
-    inner, inputs = model.base_model, prompt.mm_inputs
-    getters = {"image": inner.get_image_features, "video": inner.get_video_features}
-    found = {}
-    for kind, pixels in (("image", "pixel_values"), ("video", "pixel_values_videos")):
-        grids = inputs[f"{kind}_grid_thw"]
-        parts = inputs[pixels].split(grids.prod(-1).tolist())
-        calls = [getters[kind](part, grid[None], return_dict=True) for part, grid in zip(parts, grids, strict=True)]
-        found[kind] = iter([torch.cat(list(call.pooler_output)) for call in calls])
-    blocks = [block["type"] for block in prompt.sample.messages[0]["content"]]
-    features = torch.cat([next(found[kind]) for kind in blocks if kind in found])
+    """The input of the language model, with features of the tower, which is called for each image and each grid of
+    videos.
+    """
+    inner, config = model.base_model, model.config
     embeddings = inner.get_input_embeddings()(input_ids)
-    mask = (input_ids == model.config.image_token_id)[..., None]
-    return embeddings.masked_scatter(mask, features.to(embeddings))
+    found = features_by_kind(inner, prompt)
+    if not (input_ids == config.video_token_id).any():  # GLM-V has the token of images for both
+        blocks = [block["type"] for block in prompt.sample.messages[0]["content"] if block["type"] in found]
+        in_turn = {kind: iter(features) for kind, features in found.items()}
+        found = {"image": [next(in_turn[kind]) for kind in blocks]}
+    for kind, features in found.items():
+        mask = (input_ids == getattr(config, f"{kind}_token_id"))[..., None]
+        embeddings = embeddings.masked_scatter(mask, torch.cat(features).to(embeddings))
+    return embeddings
+
+
+def features_by_kind(inner: Any, prompt: Prompt) -> dict[str, list[Tensor]]:
+    """The features of each image, and of each grid of videos, from the model's own modules."""
+    getters = {"image": inner.get_image_features, "video": inner.get_video_features}
+
+    def of_grid(kind: str, pixels: Tensor, grid: Tensor) -> Tensor:
+        if hasattr(inner, "mm_projector"):  # Kimi's getters split features as if frames were not joined
+            return inner.mm_projector(inner.vision_tower(pixels, grid_thw=grid).pooler_output).flatten(0, 1)
+        return torch.cat(list(getters[kind](pixels, grid, return_dict=True).pooler_output))
+
+    found = {}
+    for kind, name in (("image", "pixel_values"), ("video", "pixel_values_videos")):
+        if name in prompt.mm_inputs:
+            grids = prompt.mm_inputs[f"{kind}_grid_thw"]
+            parts = prompt.mm_inputs[name].split(grids.prod(-1).tolist())
+            found[kind] = [of_grid(kind, part, grid[None]) for part, grid in zip(parts, grids, strict=True)]
+    return found

@@ -310,6 +310,13 @@ def test_each_temporal_patch_of_a_video_is_an_image_for_the_tower():
     assert num_items(both) == (1, 3)
 
 
+def test_inputs_that_cannot_be_joined_stay_apart():
+    """The family's `image_features` takes both."""
+    both = with_inputs(pixel_values=[[[1.0]]], pixel_values_videos=[[[2.0], [3]], [[4], [5]]])
+    assert joined(both) == {"pixel_values": [[[1]]], "pixel_values_videos": [[[2], [3]], [[4], [5]]]}
+    assert num_items(both) == (1, 2)
+
+
 def test_a_strip_of_frames_follows_that_of_images():
     both = with_inputs(
         pixel_values=[[[1.0]]], target_sizes=[[1, 1]],
@@ -360,6 +367,30 @@ def test_features_know_which_are_of_videos():
     assert [t.flatten().tolist() for t in placed.tensors()] == [[2, 0, 3, 1, 4], [12, 10, 13, 11, 14]]
     assert placed.of_images is placed and placed.of_videos is None
     assert replace(features, num_image_tokens=0).of_images is None
+
+
+def test_tiles_of_images_come_before_those_of_videos():
+    tiles = torch.arange(6.0).view(3, 2, 1)
+    output = SimpleNamespace(pooler_output=tiles)
+    (found,) = split_features(output, [with_inputs()], [6], [4])
+    images, videos = found.of_images, found.of_videos
+    assert images is not None and videos is not None
+    assert (images.embeddings.flatten().tolist(), videos.embeddings.flatten().tolist()) == ([0, 1], [2, 3, 4, 5])
+
+
+@pytest.mark.parametrize(
+    ("num_images", "expected"), [(1, [[0], [1, 2]]), (0, [[0, 1, 2]] * 2), (None, [[0, 1, 2]] * 2)]
+)
+def test_one_function_can_give_features_of_images_and_then_of_videos(num_images, expected):
+    encoder = make_encoder()
+    encoder.family = replace(encoder.family, getters=("get_image_features", "get_image_features"))
+    given = ImageFeatures(torch.arange(3.0)[:, None], (), None, (False, False), (), num_images)
+    with encoder.given([given]) as arguments:
+        assert [each.flatten().tolist() for each in arguments.values()] == expected[: len(arguments)]
+        for _ in range(2):  # forwards
+            calls = [encoder.model.get_image_features(pixels) for pixels in expected]
+            assert [call.pooler_output.flatten().tolist() for call in calls] == expected
+    assert encoder.model.get_image_features.__func__ is Tower.get_image_features
 
 
 def test_features_are_counted_for_images_and_for_videos():
