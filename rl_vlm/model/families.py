@@ -14,6 +14,7 @@ from rl_vlm.model.family import Family, positions_after_videos, positions_from_o
 from rl_vlm.model.projection import (
     lfm2_features,
     minicpm_features,
+    onevision_features,
     paddleocr_features,
     perception_features,
 )
@@ -65,7 +66,10 @@ FAMILIES: dict[str, Family] = {
             ("model.vision_tower", "model.layerwise_projectors", "model.spatial_projectors", "model.image_newline"),
             since=CHECKED,
         ),
-        Family("llava_onevision", TOWER_AND_NEWLINE),
+        Family(
+            "llava_onevision", TOWER_AND_NEWLINE, videos="patches", image_features=onevision_features,
+            stacks_videos=True, videos_since="5.18",  # 5.17 adds the newline to features itself
+        ),
         Family("mistral3", TOWER),
         Family("idefics3", ("model.vision_model", "model.connector")),
         Family("smolvlm", ("model.vision_model", "model.connector")),
@@ -163,9 +167,9 @@ def video_format(config: PreTrainedConfig, wanted: Literal["auto", "native", "fr
     Raises ConfigError if its own input is wanted and there is none.
     """
     row = None if has_own_code(config) else FAMILIES.get(config.model_type)
-    is_native = row is not None and row.videos is not None
+    is_native = row is not None and row.takes_videos
     if wanted == "native" and not is_native:
-        able = ", ".join(name for name, other in FAMILIES.items() if other.videos)
+        able = ", ".join(name for name, other in FAMILIES.items() if other.takes_videos)
         raise ConfigError(
             f"data.video_format: native needs a model with an input for videos, and {config.model_type} is used "
             f"without one. Use auto or frames, with which frames are images, or one of these models: {able}."

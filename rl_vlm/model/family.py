@@ -101,6 +101,10 @@ class Family:
     """Whether transformers' own forward of the model takes videos. Gemma 4's fails. Here it gets their features."""
     getters: tuple[str, str] = ("get_image_features", "get_video_features")
     """The functions from which the model's own forward gets the features of images, and then those of videos."""
+    stacks_videos: bool = False
+    """Whether the getter of videos returns one tensor, although that of images returns a list."""
+    videos_since: str | None = None
+    """The first version of transformers whose forward gets features of videos as here, if it is not the oldest."""
     videos_in_vllm: int = 0
     """Number of videos in a prompt that vLLM takes, with the policy's tokens and log-probs. 0: it gets their frames as
     images."""
@@ -143,6 +147,13 @@ class Family:
         found = version("transformers")
         is_old = self.since is not None and Version(found) < Version(self.since)
         return f"{self.model_type} needs transformers {self.since}, found {found}" if is_old else None
+
+    @property
+    def takes_videos(self) -> bool:
+        """Return whether the model takes videos with the installed transformers."""
+        return self.videos is not None and (
+            self.videos_since is None or Version(version("transformers")) >= Version(self.videos_since)
+        )
 
     def prompt_positions(self, model: PreTrainedModel, prompt: Prompt) -> Int[Tensor, "axes prompt_tokens"]:
         """Return the positions of a prompt. They are cached, since rollouts and all passes need them."""

@@ -59,6 +59,43 @@ def perception_features(
     return model.get_image_features(torch.cat(found)[None], return_dict=True)
 
 
+def onevision_features(
+    model: Any,
+    pixel_values: Tensor | None = None,
+    image_sizes: Tensor | None = None,
+    batch_num_images: Tensor | None = None,
+    pixel_values_videos: Tensor | None = None,
+) -> Any:
+    """Return the outputs of LLaVA-OneVision's `get_image_features` and `get_video_features`, one after the other.
+
+    An image that is alone in its prompt has tiles.
+    """
+    from transformers.modeling_outputs import BaseModelOutputWithPooling
+    from transformers.models.llava_onevision.modeling_llava_onevision import image_size_to_num_patches
+
+    config, images, videos = model.config, [], list(() if pixel_values_videos is None else pixel_values_videos)
+    if pixel_values is not None and image_sizes is not None and batch_num_images is not None:
+        grids, side = config.image_grid_pinpoints, config.vision_config.image_size
+        is_alone = [number == 1 for number in batch_num_images.tolist() for _ in range(number)]
+        pairs = zip(image_sizes.tolist(), is_alone, strict=True)
+        counts = [image_size_to_num_patches(size, grids, side) if alone else 1 for size, alone in pairs]
+        images = [tiles[:count] for tiles, count in zip(pixel_values, counts, strict=True)]
+    hidden = model.vision_tower(torch.cat([*images, *videos]), output_hidden_states=True).hidden_states
+    layers = config.vision_feature_layer
+    hidden = hidden[layers] if isinstance(layers, int) else torch.cat([hidden[layer] for layer in layers], dim=-1)
+    hidden = hidden[:, 1:] if config.vision_feature_select_strategy == "default" else hidden
+    features = model.multi_modal_projector(hidden).split([len(each) for each in (*images, *videos)])
+    newline, packed = model.image_newline, []
+    if images:
+        packed, _ = model.pack_image_features(
+            features[: len(images)], image_sizes, newline, vision_aspect_ratio=config.vision_aspect_ratio
+        )
+    pooled = [torch.cat([model.apply_pooling(each).flatten(0, 1), newline[None]]) for each in features[len(images) :]]
+    output: Any = BaseModelOutputWithPooling()
+    output.last_hidden_state, output.pooler_output = hidden, [*packed, *pooled]
+    return output
+
+
 def column_of_blocks(
     images: Sequence[Float[Tensor, "_ channels"]], sizes: Sequence[Sequence[int]], block: tuple[int, int]
 ) -> Float[Tensor, "rows block_width channels"]:

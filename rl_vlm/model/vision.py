@@ -220,7 +220,8 @@ class VisionEncoder:
         for (argument, of_kind), getter in zip(KINDS, self.family.getters, strict=True):
             if some := [part for each in features if (part := of_kind(each)) is not None]:
                 arguments[argument] = joined_embeddings(some)
-                outputs.setdefault(getter, []).append(joined_output(arguments[argument], some))
+                is_stacked = self.family.stacks_videos and argument == "pixel_values_videos"
+                outputs.setdefault(getter, []).append(joined_output(arguments[argument], some, is_stacked))
         for getter, found in outputs.items():
             setattr(inner, getter, returning(found))
         try:
@@ -474,14 +475,17 @@ def joined_embeddings(features: Sequence[ImageFeatures]) -> Float[Tensor, "*tile
     return torch.cat(parts if len({part.shape[1:] for part in parts}) == 1 else [part.flatten(0, -2) for part in parts])
 
 
-def joined_output(embeddings: Tensor, features: Sequence[ImageFeatures]) -> Any:
-    """Join the features of several prompts into the form of the model's own output."""
+def joined_output(embeddings: Tensor, features: Sequence[ImageFeatures], is_stacked: bool = False) -> Any:
+    """Join the features of several prompts into the form of the model's own output.
+
+    If it `is_stacked`, it is a batch of one in place of a list.
+    """
     from transformers.modeling_outputs import BaseModelOutputWithPooling
 
     embeddings_list, deepstack_list = features[0].lists
     deepstack = [torch.cat(layers) for layers in zip(*(f.deepstack for f in features), strict=True)]
     output: Any = BaseModelOutputWithPooling()
-    output.pooler_output = [embeddings] if embeddings_list else embeddings
+    output.pooler_output = embeddings[None] if is_stacked else [embeddings] if embeddings_list else embeddings
     output.last_hidden_state = embeddings
     output.deepstack_features = [[layer] for layer in deepstack] if deepstack_list else deepstack
     output.visual_indicator_features = features[0].indicators

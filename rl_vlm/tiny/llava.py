@@ -89,7 +89,7 @@ def _llava_onevision_processor(tokenizer: Any) -> ProcessorMixin:
         video_processor=LlavaOnevisionVideoProcessor(size=TILE),
         num_image_tokens=4,
         vision_feature_select_strategy="full",
-        chat_template=chat_template(IMAGE_TOKEN),
+        chat_template=chat_template(IMAGE_TOKEN, "<video>"),
     )
 
 

@@ -64,7 +64,10 @@ CASES: dict[str, list[tuple[list[Any], str]]] = {
     "long in time": [(LONG, "What moves?")],
 }
 """Images and videos of each prompt of a micro-batch, and its text."""
-EQUAL_LENGTHS = {"InternVLProcessor", "MiniCPMV4_6Processor", "MiniCPMV4_7Processor", "PerceptionLMProcessor"}
+EQUAL_LENGTHS = {
+    "InternVLProcessor", "MiniCPMV4_6Processor", "MiniCPMV4_7Processor", "LlavaOnevisionProcessor",
+    "PerceptionLMProcessor",
+}  # fmt: skip
 """Processors that take videos of one prompt only if they have equally many frames."""
 
 

@@ -41,7 +41,7 @@ CI = {"qwen2_5_vl", "qwen3_vl", "glm4v", "qwen3_5", "internvl", "llava", "gemma3
 """Positions by seconds, deepstack features, placeholders of images, states, videos as images; frames as images."""
 MISPLACED = {"qwen2_vl", "qwen2_5_vl"}
 """Families whose text after a video is placed by a rule that is not transformers'."""
-WITHOUT_TIMES = {"qwen2_vl", "internvl", "minicpmv4_6", "minicpmv4_7", "perception_lm"}
+WITHOUT_TIMES = {"qwen2_vl", "internvl", "minicpmv4_6", "minicpmv4_7", "perception_lm", "llava_onevision"}
 """Neither the text of their prompts nor their positions have times."""
 
 

@@ -32,12 +32,19 @@ def test_a_family_that_this_version_of_transformers_gets_wrong_is_refused(
 def test_a_model_gets_videos_by_its_own_input_or_as_images() -> None:
     native = {
         "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm4v_moe", "glm46v",
-        "internvl", "minicpmv4_6", "minicpmv4_7", "gemma4", "gemma4_unified", "perception_lm",
+        "internvl", "minicpmv4_6", "minicpmv4_7", "gemma4", "gemma4_unified", "perception_lm", "llava_onevision",
     }  # fmt: skip
     types = [*FAMILIES, "a_type_without_a_row"]
     assert {name for name in types if video_format(config(name)) == "native"} == native
     assert {name for name in types if video_format(config(name), "frames") == "native"} == set()
     assert video_format(config("glm46v"), "native") == "native"
+
+
+def test_a_model_whose_older_versions_take_no_videos_gets_them_as_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    for version, expected in (("5.17.0", "frames"), ("5.18.0", "native")):
+        monkeypatch.setattr(family, "version", lambda package, found=version: found)
+        assert video_format(config("llava_onevision")) == expected
+        assert family_of(config("llava_onevision")).is_available
 
 
 @pytest.mark.parametrize("model_type", ["llava", "a_type_without_a_row"])
