@@ -12,6 +12,7 @@ from rl_vlm.errors import ConfigError, ModelError
 from rl_vlm.model.derived import derived_family
 from rl_vlm.model.family import Family, positions_after_videos, positions_from_one, rope_positions
 from rl_vlm.model.projection import (
+    kimi_features,
     lfm2_features,
     minicpm_features,
     onevision_features,
@@ -89,7 +90,10 @@ FAMILIES: dict[str, Family] = {
         Family("aya_vision", TOWER, joins_images=True),
         Family("cohere2_vision", TOWER, joins_images=True),
         Family("deepseek_vl", ("model.vision_model", "model.aligner"), joins_images=True),
-        Family("kimi_k25", ("model.vision_tower", "model.mm_projector"), joins_images=True),
+        Family(
+            "kimi_k25", ("model.vision_tower", "model.mm_projector"), joins_images=True, videos="patches",
+            own_forward_takes_videos=False, image_features=kimi_features,
+        ),
         Family("got_ocr2", TOWER, joins_images=True, first_images_only="its prompts have no turns"),
         Family(
             "perception_lm", TOWER, videos="patches", image_features=perception_features,

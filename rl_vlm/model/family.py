@@ -98,7 +98,8 @@ class Family:
     video_token: str = "video_token_id"
     """Config attribute with the id of a video's placeholder token. It can be an image's (GLM-V)."""
     own_forward_takes_videos: bool = True
-    """Whether transformers' own forward of the model takes videos. Gemma 4's fails. Here it gets their features."""
+    """Whether transformers' own forward of the model takes videos. Those of Gemma 4 and Kimi fail. Here they get the
+    features of videos."""
     getters: tuple[str, str] = ("get_image_features", "get_video_features")
     """The functions from which the model's own forward gets the features of images, and then those of videos."""
     stacks_videos: bool = False

@@ -51,6 +51,22 @@ def paddleocr_features(model: Any, pixel_values: Tensor, image_grid_thw: Tensor)
     return with_parts(hidden, features, sizes, block)
 
 
+def kimi_features(model: Any, pixel_values: Tensor, image_grid_thw: Tensor) -> Any:
+    """Return the output of Kimi's `get_image_features`, for grids of one frame and of several, which become one.
+
+    Its own needs as many frames in all grids, and one.
+    """
+    tower, grids = model.vision_tower, image_grid_thw.tolist()
+    no_pooling = image_grid_thw.new_zeros(1, 1)
+    hidden = tower(pixel_values, grid_thw=image_grid_thw, temporal_merge_index=no_pooling).last_hidden_state
+    clips = hidden.split([frames * height * width for frames, height, width in grids])
+    pooled = [clip.unflatten(0, (grid[0], -1)).mean(0) for clip, grid in zip(clips, grids, strict=True)]
+    sizes, block = [grid[1:] for grid in grids], tuple(tower.merge_kernel_size)
+    column = column_of_blocks(pooled, sizes, block)
+    features = model.mm_projector(column.unflatten(0, (-1, block[0])).flatten(1, 2))[:, 0]
+    return with_parts(hidden, features, sizes, block)
+
+
 def perception_features(
     model: Any, pixel_values: Tensor | None = None, pixel_values_videos: Tensor | None = None
 ) -> Any:

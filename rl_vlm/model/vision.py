@@ -301,11 +301,20 @@ def of_both_kinds(some: Sequence[Rendered], *names: str) -> list[list[Tensor]]:
 
 
 def joined_grids(some: Sequence[Rendered]) -> dict[str, Tensor]:
-    """Join patches in grids. No tower attends across temporal patches, and GLM-V's takes no grid with several."""
+    """Join patches in grids. One tower attends across the frames of a grid (Kimi). The others do not attend across
+    temporal patches, and GLM-V's takes no grid with several.
+    """
     pixels, grids = of_both_kinds(some, "pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw")
-    of_patches = torch.cat([torch.repeat_interleave(grid, grid[:, 0], dim=0) for grid in grids])
-    of_patches[:, 0] = 1
-    return {"pixel_values": torch.cat(pixels), "image_grid_thw": of_patches}
+    joined = torch.cat(grids)
+    if not has_clips(pixels[0]):
+        joined = torch.repeat_interleave(joined, joined[:, 0], dim=0)
+        joined[:, 0] = 1
+    return {"pixel_values": torch.cat(pixels), "image_grid_thw": joined}
+
+
+def has_clips(patches: Tensor) -> bool:
+    """Return whether grids are clips, whose frames the tower joins to one (Kimi). Their patches are small images."""
+    return patches.ndim == 4
 
 
 def joined_strips(some: Sequence[Rendered]) -> dict[str, Tensor]:
@@ -458,7 +467,7 @@ def num_items(rendered: Rendered) -> tuple[int, int]:
     grids = inputs.get("video_grid_thw")
     if grids is None:
         return rendered.num_images, len(inputs.get("pixel_values_videos", ()))
-    return rendered.num_images, int(grids[:, 0].sum())
+    return rendered.num_images, len(grids) if has_clips(inputs["pixel_values_videos"]) else int(grids[:, 0].sum())
 
 
 def _joined(parts: Tensor | Sequence[Tensor]) -> Tensor:

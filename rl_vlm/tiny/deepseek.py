@@ -8,7 +8,7 @@ from rl_vlm.tiny.family import TinyFamily, chat_template, text_sizes
 from rl_vlm.tiny.gemma import SIGLIP
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, ProcessorMixin
+    from transformers import PreTrainedConfig, PreTrainedModel, ProcessorMixin
 
 _KIMI_TOKENS = (
     "<|media_pad|>", "<|kimi_k25_video_placeholder|>", "<|media_begin|>", "<|media_content|>", "<|media_end|>",
@@ -63,6 +63,12 @@ def _kimi_k25_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
     )
 
 
+def _strong_patches(model: PreTrainedModel) -> None:
+    """Give patches large values: the tower adds times to them and takes the mean over frames, which would hide them."""
+    weight = model.model.vision_tower.patch_embed.proj.weight
+    weight.data.normal_(std=8 * weight[0].numel() ** -0.5)
+
+
 def _kimi_k25_processor(tokenizer: Any) -> ProcessorMixin:
     import transformers
 
@@ -71,7 +77,9 @@ def _kimi_k25_processor(tokenizer: Any) -> ProcessorMixin:
         image_processor=transformers.Kimi_K25ImageProcessor(**sizes, max_patches=128),
         tokenizer=tokenizer,
         video_processor=transformers.Kimi_K25VideoProcessor(**sizes),
-        chat_template=chat_template("<|media_begin|>image<|media_content|><|media_pad|><|media_end|>"),
+        chat_template=chat_template(
+            "<|media_begin|>image<|media_content|><|media_pad|><|media_end|>", "<|kimi_k25_video_placeholder|>"
+        ),
     )
 
 
@@ -79,5 +87,5 @@ DEEPSEEK: dict[str, TinyFamily] = {
     "deepseek_vl": TinyFamily(
         ("<image_placeholder>",), _deepseek_vl_config, _deepseek_vl_processor, {"image_token": "<image_placeholder>"}
     ),
-    "kimi_k25": TinyFamily(_KIMI_TOKENS, _kimi_k25_config, _kimi_k25_processor),
+    "kimi_k25": TinyFamily(_KIMI_TOKENS, _kimi_k25_config, _kimi_k25_processor, after_init=_strong_patches),
 }

@@ -33,6 +33,7 @@ def test_a_model_gets_videos_by_its_own_input_or_as_images() -> None:
     native = {
         "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm4v_moe", "glm46v",
         "internvl", "minicpmv4_6", "minicpmv4_7", "gemma4", "gemma4_unified", "perception_lm", "llava_onevision",
+        "kimi_k25",
     }  # fmt: skip
     types = [*FAMILIES, "a_type_without_a_row"]
     assert {name for name in types if video_format(config(name)) == "native"} == native
@@ -56,6 +57,7 @@ def test_a_native_format_that_a_model_lacks_is_refused(model_type: str) -> None:
 
 @pytest.mark.parametrize(("model_type", "image", "video", "both"), [
     ("qwen2_5_vl", True, True, True), ("glm4v", True, True, False), ("gemma4", True, False, False),
+    ("kimi_k25", True, False, False),
 ])  # fmt: skip
 def test_the_own_forward_of_some_models_takes_no_such_videos(
     model_type: str, image: bool, video: bool, both: bool

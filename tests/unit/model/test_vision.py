@@ -310,6 +310,19 @@ def test_each_temporal_patch_of_a_video_is_an_image_for_the_tower():
     assert num_items(both) == (1, 3)
 
 
+def test_a_clip_whose_frames_the_tower_joins_keeps_its_grid():
+    """Patches of Kimi are small images, here of one pixel."""
+    both = with_inputs(
+        pixel_values=[[[[1.0]]]], image_grid_thw=[[1, 1, 1]],
+        pixel_values_videos=[[[[2.0]]], [[[3]]], [[[4]]]], video_grid_thw=[[2, 1, 1], [1, 1, 1]],
+    )  # fmt: skip
+    assert joined(both) == {
+        "pixel_values": [[[[1]]], [[[2]]], [[[3]]], [[[4]]]],
+        "image_grid_thw": [[1, 1, 1], [2, 1, 1], [1, 1, 1]],
+    }
+    assert num_items(both) == (1, 2)
+
+
 def test_inputs_that_cannot_be_joined_stay_apart():
     """The family's `image_features` takes both."""
     both = with_inputs(pixel_values=[[[1.0]]], pixel_values_videos=[[[2.0], [3]], [[4], [5]]])
@@ -394,7 +407,7 @@ def test_one_function_can_give_features_of_images_and_then_of_videos(num_images,
 
 
 def test_features_are_counted_for_images_and_for_videos():
-    both = with_inputs(image_grid_thw=[[1, 1, 2]], video_grid_thw=[[2, 1, 1]])
+    both = with_inputs(image_grid_thw=[[1, 1, 2]], pixel_values_videos=[[0.0], [0]], video_grid_thw=[[2, 1, 1]])
     items = [torch.zeros(2, 1), torch.zeros(1, 1), torch.zeros(1, 1)]
     output = SimpleNamespace(pooler_output=items)
     (found,) = split_features(output, [both], [4], [2])
