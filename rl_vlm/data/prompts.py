@@ -13,6 +13,7 @@ from rl_vlm.config.schema import DataConfig, ModelConfig
 from rl_vlm.data.frames import frames_as_images
 from rl_vlm.data.images import pixel_limits
 from rl_vlm.data.messages import blocks_of
+from rl_vlm.data.one_input import expanded, has_one_input
 from rl_vlm.data.remote.chat import ChatProcessor
 from rl_vlm.data.remote.processors import own_processor
 from rl_vlm.data.samples import Rows
@@ -116,7 +117,7 @@ Parts = tuple["Tensor", dict[str, "Tensor"], dict[str, "Tensor"]]
 """Token ids (tokens,), further inputs per token, and inputs of the images."""
 
 
-def split_features(features: BatchFeature) -> Parts:
+def split_features(features: BatchFeature | dict[str, Tensor]) -> Parts:
     """Split a processor's output for one text into token ids, inputs per token and inputs of images."""
     found = dict(features)
     token_ids = found.pop("input_ids")  # (1, tokens)
@@ -214,7 +215,7 @@ class PromptBuilder:
         sample = self.shown(sample)
         try:
             self._check_marks(sample)
-            features = self._chat(sample) if self.processor.chat_template else self._plain_text(sample)
+            features = self._features(sample)
         except (ValueError, TypeError, jinja2.TemplateError) as error:
             advice = unequal_lengths(sample)
             raise DataError(f"Sample {sample.sample_id}: {advice}the model's processor refuses it: {error}") from error
@@ -244,9 +245,7 @@ class PromptBuilder:
 
         The tokenizer's own special tokens come first, unless the chat template has already added them.
         """
-        text, tokenizer = self.text(sample), self.processor.tokenizer
-        starts_itself = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
-        return tokenizer(text, add_special_tokens=not starts_itself)["input_ids"]
+        return self._token_ids(self.text(sample))
 
     def text(self, sample: Sample) -> str:
         """Return the sample's prompt as text, with one placeholder per image and video."""
@@ -261,6 +260,19 @@ class PromptBuilder:
         """Return the sample with what the model gets of its videos."""
         return frames_as_images(sample) if self.video_format == "frames" else sample
 
+    def _features(self, sample: Sample) -> BatchFeature | dict[str, Tensor]:
+        """Return the model's inputs for a sample."""
+        if sample.videos and has_one_input(self.processor):
+            text, inputs = expanded(self.processor, self.text(sample), sample)
+            return {"input_ids": self._token_ids(text, return_tensors="pt")} | inputs
+        return self._chat(sample) if self.processor.chat_template else self._plain_text(sample)
+
+    def _token_ids(self, text: str, **form: Any) -> Any:
+        """Return the tokens of a prompt's text, which may start with the tokenizer's own special tokens already."""
+        tokenizer = self.processor.tokenizer
+        starts_itself = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
+        return tokenizer(text, add_special_tokens=not starts_itself, **form)["input_ids"]
+
     def _chat(self, sample: Sample) -> BatchFeature:
         form: dict[str, Any] = {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
         if sample.videos:
@@ -270,8 +282,14 @@ class PromptBuilder:
     def templated(
         self, messages: list[dict[str, Any]], images: Sequence[Image], videos: Sequence[Video] = (), **output: Any
     ) -> Any:
-        """Apply the chat template to messages. `output` are arguments that set the form of the result."""
+        """Apply the chat template to messages. `output` are arguments that set the form of the result.
+
+        For videos, SmolVLM's processor would replace the checkpoint's template by its own. It does so only if the
+        checkpoint's writes none.
+        """
         continues = messages[-1]["role"] == "assistant"
+        if videos and not self._leaves_videos_out:
+            output.setdefault("chat_template", self.processor.chat_template)
         if self.introduction:
             text, role = self.introduction
             messages = introduced(messages, [{"type": "text", "text": text}], role)
@@ -315,8 +333,17 @@ class PromptBuilder:
         side = self.processor.image_processor.patch_size
         return [(width * side, height * side) for _, height, width in mm_inputs["image_grid_thw"].tolist()]
 
+    @property
+    def _leaves_videos_out(self) -> bool:
+        """Whether the checkpoint's own chat template writes no token of a video."""
+        template = self.processor.chat_template
+        return not isinstance(template, str) or self.processor.video_token not in template
+
     def _check_marks(self, sample: Sample) -> None:
-        """Raise DataError if the text of a prompt with videos lacks a token for one of them, or for an image."""
+        """Raise DataError if the text of a prompt with videos lacks a token for one of them, or for an image.
+
+        Raises it too if the processor replaces the chat template by one with other text.
+        """
         if not sample.videos:
             return
         text, owner = self.text(sample), self.processor
@@ -328,6 +355,15 @@ class PromptBuilder:
                 raise DataError(
                     f"Sample {sample.sample_id}: {num} {kind} became {text.count(token)} tokens {token}. "
                     f"The checkpoint's chat template leaves {kind} out, so that the model would be trained blind."
+                )
+        if isinstance(owner.chat_template, str) and self._leaves_videos_out:
+            media = sample.messages, sample.images, sample.videos
+            own = self.templated(*media, tokenize=False, chat_template=owner.chat_template)
+            if own != text.replace(owner.video_token, ""):
+                raise DataError(
+                    f"Sample {sample.sample_id}: the checkpoint's chat template leaves videos out, and its processor "
+                    f"would replace it by another with other text. Let the template write {owner.video_token} for "
+                    'blocks of the type "video", or set data.video_format: frames.'
                 )
 
     def _check_images(self, prompt: Prompt) -> None:

@@ -73,7 +73,7 @@ FAMILIES: dict[str, Family] = {
         ),
         Family("mistral3", TOWER),
         Family("idefics3", ("model.vision_model", "model.connector")),
-        Family("smolvlm", ("model.vision_model", "model.connector")),
+        Family("smolvlm", ("model.vision_model", "model.connector"), videos="images"),
         Family(
             "ovis2",
             ("model.vision_tower", "model.visual_embeddings_table"),

@@ -116,7 +116,7 @@ def _smolvlm_processor(tokenizer: Any) -> ProcessorMixin:
         tokenizer=tokenizer,
         video_processor=SmolVLMVideoProcessor(**tiles),
         image_seq_len=TOKENS_PER_TILE,
-        chat_template=chat_template("<image>"),
+        chat_template=chat_template("<image>", "<video>"),
     )
 
 

@@ -136,8 +136,19 @@ def own_size(processor: Any, width: int, height: int) -> tuple[int, int] | None:
         )  # fmt: skip
         return new_width, new_height
     size = dict(getattr(processor, "size", None) or {})
+    if is_squared(processor) and "longest_edge" in size:
+        import torch
+
+        rule = sys.modules[type(processor).__module__].get_resize_output_image_size
+        new_height, new_width = rule(torch.empty(height, width, device="meta"), size["longest_edge"])
+        return new_width, new_height
     fixed = size.get("height"), size.get("width")
     return (fixed[1], fixed[0]) if fixed[0] and fixed[1] else None
+
+
+def is_squared(processor: Any) -> bool:
+    """Return whether a processor makes squares of frames after it has resized them (SmolVLM)."""
+    return hasattr(processor, "max_image_size")
 
 
 def within(width: int, height: int, limits: FrameLimits) -> tuple[int, int]:

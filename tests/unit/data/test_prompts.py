@@ -1,3 +1,5 @@
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from rl_vlm.data.prompts import LongPromptError, PromptBuilder, build_prompt, ch
 from rl_vlm.data.samples import Part, Rows
 from rl_vlm.data.tables import ListRows
 from rl_vlm.errors import ConfigError, DataError, ModelError
+from rl_vlm.tiny.family import chat_template
 from rl_vlm.types import Sample, Video
 from tests.tiny.build import build_tiny
 
@@ -221,6 +224,11 @@ def clip(num_frames: int, fps: float = 2.0) -> Video:
     return Video(frames, tuple(range(0, 12 * num_frames, 12)), 12 * fps, 12 * num_frames, num_frames / fps)
 
 
+def noise_clip(num_frames: int) -> Video:
+    frames = np.random.default_rng(0).integers(0, 255, (num_frames, 8, 16, 3), dtype=np.uint8)
+    return replace(clip(num_frames), frames=frames)
+
+
 VIDEO = {"type": "video"}
 
 
@@ -302,6 +310,78 @@ def test_videos_of_unequal_lengths_that_a_processor_refuses_are_named(tmp_path: 
     builder = PromptBuilder(AutoProcessor.from_pretrained(checkpoint), DataConfig())
     with pytest.raises(DataError, match=r"Sample s: its videos have 4, 6 frames, .*data.num_frames, or data.video_fo"):
         builder.build(clip_sample(clip(4), clip(6), content=[VIDEO, VIDEO]))
+
+
+@pytest.fixture(scope="module")
+def smolvlm(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return AutoProcessor.from_pretrained(build_tiny("smolvlm", tmp_path_factory.mktemp("tiny")))
+
+
+def own_inputs(processor: Any, prompt: str, **media: Any) -> dict[str, torch.Tensor]:
+    """What one call of the processor makes of a text and media, without sampling frames again."""
+    if videos := media.get("videos"):
+        media = media | {"videos": [[v.frames for v in videos]], "video_metadata": [v.metadata for v in videos]}
+        media["do_sample_frames"] = False
+    return dict(processor(text=[prompt], return_tensors="pt", **media))
+
+
+def test_a_processor_with_one_input_is_called_for_each_image_and_video(smolvlm: Any):
+    """SmolVLM's own call with an image and a video has the right tokens, and the pixels of the video alone."""
+    video, image = noise_clip(4), picture(24, 16)
+    builder = PromptBuilder(smolvlm, DataConfig())
+    found = {
+        kind: builder.build(clip_sample(*[video] * content.count(VIDEO), content=content, images=images))
+        for kind, content, images in (
+            ("video", [text("Look: "), VIDEO], []),
+            ("both", [VIDEO, text("and"), IMAGE], [image]),
+        )
+    }
+    start, end = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
+    alone = own_inputs(smolvlm, f"{start}Look: <video>{end}", videos=[video])
+    both = own_inputs(smolvlm, f"{start}<video>and<image>{end}", videos=[video], images=[[image]])
+    pixels = own_inputs(smolvlm, "<image>", images=[[image]])["pixel_values"]
+    assert found["video"].token_ids.equal(alone["input_ids"][0])
+    assert found["both"].token_ids.equal(both["input_ids"][0])
+    assert found["video"].mm_inputs["pixel_values"].equal(alone["pixel_values"])
+    assert found["both"].mm_inputs["pixel_values"].equal(torch.cat([alone["pixel_values"], pixels], dim=1))
+    masks = [found["both"].mm_inputs["pixel_attention_mask"].shape, found["both"].mm_inputs["pixel_values"].shape]
+    assert masks[0][:2] == masks[1][:2]
+
+
+def test_videos_in_one_input_may_differ_in_length(smolvlm: Any):
+    """One call for both would pad the shorter one, and count the padding in its text."""
+    prompt = PromptBuilder(smolvlm, DataConfig()).build(clip_sample(clip(4), clip(6), content=[VIDEO, VIDEO]))
+    decoded = smolvlm.tokenizer.decode(prompt.token_ids)
+    assert re.findall(r"series of (\w+) frames", decoded) == ["four", "six"]
+    assert prompt.mm_inputs["pixel_values"].shape[:2] == (1, 10)
+
+
+PUBLISHED = (
+    "<|im_start|>{% for message in messages %}{{message['role'] | capitalize}}"
+    "{% if message['content'][0]['type'] == 'image' %}{{':'}}{% else %}{{': '}}{% endif %}"
+    "{% for line in message['content'] %}{% if line['type'] == 'text' %}{{line['text']}}"
+    "{% elif line['type'] == 'image' %}{{ '<image>' }}{% endif %}{% endfor %}<end_of_utterance>\n{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+)
+"""SmolVLM2's template leaves videos out. Its processor has another, which differs by that alone."""
+
+
+@pytest.mark.parametrize(("template", "shown"), [
+    (PUBLISHED, "<|im_start|>User: You are provided the following series of two frames"),
+    (chat_template("<image>", "[<video>]"), "<|im_start|>user\n[You are provided the following series of two frames"),
+])  # fmt: skip
+def test_the_processors_own_template_is_used_if_the_checkpoints_leaves_videos_out(
+    smolvlm: Any, template: str, shown: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(smolvlm, "chat_template", template)
+    prompt = PromptBuilder(smolvlm, DataConfig()).build(clip_sample(clip(2), content=[VIDEO, text("Where?")]))
+    assert smolvlm.tokenizer.decode(prompt.token_ids).startswith(shown)
+
+
+def test_a_processors_own_template_with_other_text_is_refused(smolvlm: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(smolvlm, "chat_template", chat_template("<image>"))
+    with pytest.raises(DataError, match=r"leaves videos out, and its processor would replace .*Let .* write <video>"):
+        PromptBuilder(smolvlm, DataConfig()).build(clip_sample(clip(2), content=[VIDEO, text("Where?")]))
 
 
 def test_without_a_template_a_video_has_its_token(checkpoint: str):

@@ -125,7 +125,7 @@ def test_limits_are_of_one_frame_in_each_family(name):
         assert 30_000 < width * height <= 40_000
 
 
-@pytest.mark.parametrize("name", ["Gemma4", "InternVL", "Kimi_K25"])
+@pytest.mark.parametrize("name", ["Gemma4", "InternVL", "Kimi_K25", "SmolVLM"])
 def test_limits_are_refused_by_a_processor_with_one_size(name):
     with pytest.raises(ConfigError, match=f"data.video_max_pixels has no effect on the checkpoint's {name}Video"):
         rule(name, video_max_pixels=50_000).check()
@@ -139,7 +139,8 @@ def test_without_a_processor_frames_keep_their_shape_within_the_limits():
 
 
 @pytest.mark.parametrize(
-    "name", ["Qwen2VL", "Qwen3VL", "Glm4v", "InternVL", "LlavaOnevision", "PerceptionLM", "Gemma4", "Kimi_K25"]
+    "name",
+    ["Qwen2VL", "Qwen3VL", "Glm4v", "InternVL", "LlavaOnevision", "PerceptionLM", "Gemma4", "Kimi_K25", "SmolVLM"],
 )
 def test_resized_frames_give_the_processor_the_pixels_that_it_makes_itself(name):
     found = rule(name)

@@ -1,0 +1,45 @@
+"""Images and videos in one input of the model, for processors that write videos over a prompt's images (SmolVLM)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rl_vlm.types import Sample
+
+
+def has_one_input(processor: Any) -> bool:
+    """Return whether a processor names the pixels of videos as those of images."""
+    video_processor = getattr(processor, "video_processor", None)
+    return video_processor is not None and "pixel_values" in video_processor.model_input_names
+
+
+def expanded(processor: Any, text: str, sample: Sample) -> tuple[str, dict[str, Tensor]]:
+    """Return a text with the processor's own text in place of each image and video, and the inputs of both.
+
+    Each image and each video is processed alone, as one prompt. The inputs are in the order of the text.
+    """
+    import torch
+
+    videos: dict[str, Any] = {"do_sample_frames": False, "return_metadata": True, "return_tensors": "pt"}
+    parts = {
+        "image": [
+            processor.image_processor([[image]], return_row_col_info=True, return_tensors="pt")
+            for image in sample.images
+        ],
+        "video": [
+            processor.video_processor([video.frames], video_metadata=[video.metadata], **videos)
+            for video in sample.videos
+        ],
+    }
+    texts = [
+        [processor.replace_image_token(each, 0) for each in parts["image"]],
+        [processor.replace_video_token(each, 0) for each in parts["video"]],
+    ]
+    (text,), (places,) = processor.get_text_with_replacements([text], *texts)
+    in_turn = {kind: iter(some) for kind, some in parts.items()}
+    found = [next(in_turn[place["type"]]) for place in places]
+    names = processor.image_processor.model_input_names
+    return text, {name: torch.cat([part[name] for part in found], dim=1) for name in names}
