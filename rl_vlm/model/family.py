@@ -214,12 +214,14 @@ class Family:
         return self.vision_modules[1:] or tuple(f"{self.vision_modules[0]}.{name}" for name in PROJECTORS_WITHIN)
 
     def banned_token_ids(self, config: PreTrainedConfig) -> list[int]:
-        """Return the placeholder tokens. They must never be sampled: no training pass could score the completion."""
-        if self.cross_attends:
-            return []  # its image token has no logit
+        """Return the placeholder tokens. They must never be sampled: no training pass could score the completion.
+
+        Those of Mllama and Kimi's of videos have no logit.
+        """
         found = [getattr(config, name, None) for name in (self.image_token, *self.other_placeholders)]
-        tokens = [ids if isinstance(ids, list) else [ids] for ids in found]
-        return sorted({token for ids in tokens for token in ids if token is not None})
+        tokens = [ids if isinstance(ids, list | tuple) else [ids] for ids in found]
+        num_logits = config.get_text_config().vocab_size
+        return sorted({token for ids in tokens for token in ids if token is not None and token < num_logits})
 
     def image_prefixes(self, config: PreTrainedConfig) -> tuple[str, ...]:
         """Return the name prefixes of parameters that a forward without images does not use."""

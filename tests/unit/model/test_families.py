@@ -80,3 +80,11 @@ def test_placeholders_of_images_and_of_videos_are_never_sampled(model_type: str,
     config: Any = AutoConfig.for_model(model_type)
     assert (config.image_token_id, config.video_token_id) == tuple(placeholders)
     assert FAMILIES[model_type].banned_token_ids(config) == placeholders
+
+
+def test_a_placeholder_without_a_logit_is_not_banned() -> None:
+    """Kimi's token of videos is the first one after the published vocabulary."""
+    config: Any = AutoConfig.for_model("kimi_k25", text_config={"vocab_size": 163840})
+    assert config.video_token_id == 163840
+    assert FAMILIES["kimi_k25"].banned_token_ids(config) == [config.image_token_id]
+    assert FAMILIES["mllama"].banned_token_ids(AutoConfig.for_model("mllama")) == []
