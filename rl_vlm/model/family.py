@@ -98,12 +98,12 @@ class Family:
     video_token: str = "video_token_id"
     """Config attribute with the id of a video's placeholder token. It can be an image's (GLM-V)."""
     own_forward_takes_videos: bool = True
-    """Whether transformers' own forward of the model takes videos. Those of Gemma 4 and Kimi fail. Here they get the
-    features of videos."""
+    """Whether transformers' own forward of the model takes videos. Gemma 4's and Kimi's fail. Here they get features
+    of videos."""
     getters: tuple[str, str] = ("get_image_features", "get_video_features")
-    """The functions from which the model's own forward gets the features of images, and then those of videos."""
+    """The functions that the model's own forward calls for features of images, and then for features of videos."""
     stacks_videos: bool = False
-    """Whether the getter of videos returns one tensor, although that of images returns a list."""
+    """Whether the getter of videos returns one tensor, although the getter of images returns a list."""
     videos_since: str | None = None
     """The first version of transformers whose forward gets features of videos as here, if it is not the oldest."""
     videos_in_vllm: int = 0
@@ -216,7 +216,7 @@ class Family:
     def banned_token_ids(self, config: PreTrainedConfig) -> list[int]:
         """Return the placeholder tokens. They must never be sampled: no training pass could score the completion.
 
-        Those of Mllama and Kimi's of videos have no logit.
+        Mllama's token of images and Kimi's token of videos have no logit.
         """
         found = [getattr(config, name, None) for name in (self.image_token, *self.other_placeholders)]
         tokens = [ids if isinstance(ids, list | tuple) else [ids] for ids in found]
