@@ -27,7 +27,7 @@ def one(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return Runs.of(tmp_path_factory.mktemp("one"), {"turns": {"checkpoint": checkpoint, **TURNS}}).train()
 
 
-@pytest.mark.parametrize("sharding", in_tiers(["ddp", "zero2", "zero3", "fsdp2"], set(), {"fsdp2"}))
+@pytest.mark.parametrize("sharding", in_tiers(["ddp", "zero2", "zero3", "fsdp2"], (), ()))
 def test_two_processes_train_on_the_trajectories_of_one(
     sharding: str, checkpoint: Path, one: Runs, tmp_path: Path
 ) -> None:
@@ -50,7 +50,7 @@ EDITED: dict[str, Any] = TURNS | {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("sharding", in_tiers(["ddp", "zero3", "fsdp2"], set(), {"fsdp2"}))
+@pytest.mark.parametrize("sharding", in_tiers(["ddp", "zero3", "fsdp2"], (), {"fsdp2"}))
 def test_two_processes_cut_edited_contexts_as_one_does_not(sharding: str, checkpoint: Path, tmp_path: Path) -> None:
     """GSPO's second update has one more forward of what is cut, and of dummies on the process that has less of it."""
     settings = {"checkpoint": checkpoint, **EDITED}

@@ -22,6 +22,7 @@ from rl_vlm.tools.export.write import export
 from rl_vlm.types import Forward, ScoredGroup
 from tests.helpers.builders import make_groups, noise_image, sharp_checkpoint, whole
 from tests.helpers.stock import stock_logprobs
+from tests.helpers.tiers import in_tiers
 from tests.helpers.tiny_run import make_config
 from tests.helpers.vllm_parity import Side, generator_logprobs, sampling
 
@@ -30,7 +31,7 @@ LORA: dict[str, Any] = {"use_peft": True, "lora_r": 4}
 TOLERANCE = 2e-5
 
 
-@pytest.fixture(scope="module", params=["qwen2_5_vl", "internvl"])
+@pytest.fixture(scope="module", params=in_tiers(["qwen2_5_vl", "internvl"], (), {"qwen2_5_vl"}))
 def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return sharp_checkpoint(request.param, tmp_path_factory.mktemp("base"))
 

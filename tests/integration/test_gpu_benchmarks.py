@@ -22,6 +22,7 @@ from rl_vlm.passes.budget import PlannedBudget, TokenBudget
 from rl_vlm.stages import Stage
 from rl_vlm.types import Progress
 from tests.gpu.test_shared_attention import FAMILIES
+from tests.helpers.tiers import in_tiers
 from tests.unit.model.test_vision import make_encoder
 
 FIGURES = {
@@ -45,14 +46,10 @@ VLLM_STEPS = [
     "start", "first sync", "agreement", "agreement before new weights are sent", "sync of new weights",
     "agreement after the sync", "wake up", "rollout", "sleep", "wake up again", "agreement after sleep",
 ]  # fmt: skip
-QUICK = ("vllm_lora", "training_3b", "attention", "rollouts")
-"""Parts of less than a minute; the others are in the slow tier."""
+CI = {"training_3b", "rollouts"}
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize(
-    "part", [part if part in QUICK else pytest.param(part, marks=pytest.mark.slow) for part in gpu.PARTS]
-)
+@pytest.mark.parametrize("part", in_tiers(gpu.PARTS, (), CI))
 def test_a_part_measures_something_on_any_machine(part: str, tmp_path: Path) -> None:
     result = gpu.run_part(part, Bench(torch.device("cpu"), small=True), tmp_path)
     assert json.loads((tmp_path / f"{part}.json").read_text()) == result

@@ -172,8 +172,14 @@ def test_a_run_goes_on_after_faults(checkpoint: Path, num_steps: int, tmp_path: 
     assert faults.keys() <= {"none", *FAULTS.values()} and 12 * num_steps < faults["none"] < 44 * num_steps
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize(("number", "status"), [("SIGKILL", -9), ("SIGTERM", 143), ("SIGINT", 130)])
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [
+        pytest.param("SIGKILL", -9, marks=pytest.mark.slow),
+        pytest.param("SIGTERM", 143, marks=pytest.mark.ci),
+        pytest.param("SIGINT", 130, marks=pytest.mark.slow),
+    ],
+)
 def test_no_process_is_left_of_a_run_that_a_signal_ends(
     number: str, status: int, checkpoint: Path, tmp_path: Path
 ) -> None:

@@ -66,6 +66,7 @@ def test_a_planned_budget_is_the_same_with_a_profile(checkpoint: Path, tmp_path:
     assert report_of(tmp_path / "profiled")["phases"]["training"]["measured_bytes"] > 0
 
 
+@pytest.mark.slow
 def test_two_processes_are_compared(checkpoint: Path, tmp_path: Path):
     config = make_config(checkpoint, tmp_path / "run", max_steps=1, memory_profile=True)
     train_on_two_processes(config, tmp_path / "run.yaml")

@@ -56,8 +56,15 @@ def assert_trained_as(uncapped: tuple[Path, Trained], run: Path, trained: Traine
     assert distance(weights(run / last), weights(directory / last)) <= 1e-3 * moved
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize(("stage", "share"), [("forward", 0.85), ("backward", 0.85), ("update", 0.5), ("rollout", 0.6)])
+@pytest.mark.parametrize(
+    ("stage", "share"),
+    [
+        pytest.param("forward", 0.85, marks=pytest.mark.slow),
+        pytest.param("backward", 0.85, marks=pytest.mark.ci),
+        pytest.param("update", 0.5, marks=pytest.mark.slow),
+        pytest.param("rollout", 0.6, marks=pytest.mark.ci),
+    ],
+)
 def test_a_run_that_runs_out_of_memory_trains_as_one_that_does_not(
     stage: str, share: float, uncapped: tuple[Path, Trained], tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
@@ -129,8 +136,7 @@ def straight(uncapped: tuple[Path, Trained], tiny_checkpoint: Path, tmp_path_fac
     return directory
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("killed_before", [2, 3])
+@pytest.mark.parametrize("killed_before", in_tiers([2, 3], (), {3}))
 def test_a_resumed_run_replays_the_budget(
     killed_before: int, straight: Path, tiny_checkpoint: Path, tmp_path: Path
 ) -> None:

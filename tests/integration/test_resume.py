@@ -37,11 +37,10 @@ from tests.helpers.tiers import in_tiers
 from tests.helpers.tiny_run import make_config, metric_lines
 
 FAST = {"full", "window", "evaluated"}
-PARTS_OF_OTHERS = {"lora", "reference"}
-"""Variants that `lora_with_reference` joins; they are in the slow tier."""
+CI = {"lora_with_reference", "partial_rollouts", "planned_budget", "qlora"}
 
 
-@pytest.mark.parametrize("variant", in_tiers(VARIANTS, FAST, VARIANTS.keys() - PARTS_OF_OTHERS))
+@pytest.mark.parametrize("variant", in_tiers(VARIANTS, FAST, CI))
 def test_resumed_run_equals_the_run_that_was_not_killed(variant, tiny_checkpoint, tmp_path, monkeypatch):
     straight, killed = (config_of(variant, tiny_checkpoint, tmp_path / name) for name in ("straight", "killed"))
     train(straight)
@@ -67,7 +66,7 @@ def copied_policy(config: RunConfig, _: str, weights: PolicyWeights, builder: Pr
     return engine
 
 
-@pytest.mark.parametrize("variant", in_tiers(["full", "window", "partial_rollouts"], fast={"window"}))
+@pytest.mark.parametrize("variant", in_tiers(["full", "window", "partial_rollouts"], {"window"}, {"partial_rollouts"}))
 def test_a_window_that_is_sampled_ahead_is_resumed_as_well(variant, tiny_checkpoint, tmp_path, monkeypatch):
     monkeypatch.setattr(build_module, "training_engine", copied_policy)
     settings = {"engine": "vllm_server", "max_staleness": 1}

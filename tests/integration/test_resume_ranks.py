@@ -88,8 +88,8 @@ def assert_continued(run: Path, straight: Path, step: int) -> None:
     ("num_saved", "num_present", "step"),
     [
         pytest.param(2, 1, 3, id="2 to 1 within a window"),
-        pytest.param(2, 1, 4, id="2 to 1 between windows"),
-        pytest.param(2, 4, 3, id="2 to 4 within a window"),
+        pytest.param(2, 1, 4, id="2 to 1 between windows", marks=pytest.mark.slow),
+        pytest.param(2, 4, 3, id="2 to 4 within a window", marks=pytest.mark.slow),
         pytest.param(2, 4, 4, id="2 to 4 between windows", marks=pytest.mark.slow),
         pytest.param(1, 4, 1, id="1 to 4 within a window", marks=pytest.mark.slow),
     ],
@@ -170,7 +170,7 @@ def test_sizes_per_device_must_make_the_same_batch(
     assert (ours["step_tokens"], ours["reward"]) == (theirs["step_tokens"], pytest.approx(theirs["reward"]))
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_paused_completions_are_continued(tiny_checkpoint: Path, tmp_path: Path) -> None:
     """Which of them are finished first depends on the number of processes, so the windows are others."""
     settings = {"max_rollout_tokens": 3, "max_completion_length": 12, "steps_per_generation": 1, "num_iterations": 1}

@@ -394,7 +394,7 @@ def test_memory_in_theory():
     assert sum(sharding_tables.theory("fsdp2", 4, has_reference=True).values()) == 5 / 4
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_engines_hold_and_move_what_they_should():
     """Of a model with a few weights outside of layers, which FSDP2 gathers once, and small ones that ZeRO-3 keeps."""
     pytest.importorskip("deepspeed")
@@ -519,7 +519,7 @@ def test_both_sides_of_a_whole_run_have_the_same_settings(tmp_path: Path):
             assert getattr(getattr(config, section), name) == getattr(there, name), name
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_whole_windows_against_trl():
     args = whole_run.parse("--small --num-iterations 2".split())
     result = whole_run.measure(args)
