@@ -384,6 +384,14 @@ def test_a_processors_own_template_with_other_text_is_refused(smolvlm: Any, monk
         PromptBuilder(smolvlm, DataConfig()).build(clip_sample(clip(2), content=[VIDEO, text("Where?")]))
 
 
+def test_a_template_may_join_the_token_of_a_video_from_parts(checkpoint: str):
+    builder = with_template(checkpoint, chat_template("<|image_pad|>", "{{ '<|video' ~ '_pad|>' }}"))
+    prompt = builder.build(clip_sample(clip(2), content=[VIDEO, text("Where?")]))
+    assert builder.processor.tokenizer.decode(prompt.token_ids).startswith(
+        "<|im_start|>user\n<|video_pad|><|video_pad|>W"
+    )
+
+
 def test_without_a_template_a_video_has_its_token(checkpoint: str):
     builder = with_template(checkpoint, None)
     prompt = builder.build(clip_sample(clip(2), content=[text("Look: "), VIDEO]))
