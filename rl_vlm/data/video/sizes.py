@@ -21,6 +21,9 @@ SHARE = 0.9
 SLACK = 1.05
 """Qwen's processors keep the maximum of a frame this much above its minimum."""
 
+OF_SQUARES = "get_resize_output_image_size"
+"""The rule of a processor that makes squares of frames (SmolVLM)."""
+
 
 class FrameLimits(NamedTuple):
     """Limits on the pixels of one frame."""
@@ -136,10 +139,9 @@ def own_size(processor: Any, width: int, height: int) -> tuple[int, int] | None:
         )  # fmt: skip
         return new_width, new_height
     size = dict(getattr(processor, "size", None) or {})
-    if is_squared(processor) and "longest_edge" in size:
+    if (rule := own_function(processor, OF_SQUARES)) is not None and "longest_edge" in size:
         import torch
 
-        rule = sys.modules[type(processor).__module__].get_resize_output_image_size
         new_height, new_width = rule(torch.empty(height, width, device="meta"), size["longest_edge"])
         return new_width, new_height
     fixed = size.get("height"), size.get("width")
@@ -148,7 +150,7 @@ def own_size(processor: Any, width: int, height: int) -> tuple[int, int] | None:
 
 def is_squared(processor: Any) -> bool:
     """Return whether a processor makes squares of frames after it has resized them (SmolVLM)."""
-    return hasattr(processor, "max_image_size")
+    return own_function(processor, OF_SQUARES) is not None
 
 
 def within(width: int, height: int, limits: FrameLimits) -> tuple[int, int]:
