@@ -22,7 +22,7 @@ TARGETS = [0, 1, 3, 5, 6, 7, 10]
 class HeadOnly(nn.Module):
     """A model that is an LM head. Its logits are its hidden states, unless a test changes the weights."""
 
-    text_config = SimpleNamespace(final_logit_softcapping=None)
+    text_config = SimpleNamespace(final_logit_softcapping=None, vocab_size=1000)
     config = SimpleNamespace(
         image_token_id=BANNED[0], video_token_id=BANNED[1], get_text_config=lambda: HeadOnly.text_config
     )
@@ -72,7 +72,7 @@ HEADS = {
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 1.5])
 @pytest.mark.parametrize("rows_per_chunk", [1, 3, 100])
 def test_values_and_gradients_are_those_of_a_log_softmax(monkeypatch, head, bound, temperature, rows_per_chunk):
-    monkeypatch.setattr(HeadOnly, "text_config", SimpleNamespace(final_logit_softcapping=bound))
+    monkeypatch.setattr(HeadOnly, "text_config", SimpleNamespace(final_logit_softcapping=bound, vocab_size=1000))
     monkeypatch.setattr(head_module, "HEAD_CHUNK_ELEMENTS", rows_per_chunk * VOCABULARY)
     torch.manual_seed(0)
     policy = make_policy(VOCABULARY, temperature)
@@ -187,7 +187,7 @@ def test_temperature_divides_the_logits():
 
 
 def test_a_soft_cap_bounds_the_logits_of_each_chunk_before_the_temperature(monkeypatch):
-    monkeypatch.setattr(HeadOnly, "text_config", SimpleNamespace(final_logit_softcapping=2.0))
+    monkeypatch.setattr(HeadOnly, "text_config", SimpleNamespace(final_logit_softcapping=2.0, vocab_size=1000))
     monkeypatch.setattr(head_module, "HEAD_CHUNK_ELEMENTS", 5)  # one token at once
     logits = torch.tensor([[0.0, 1.0, 9.0, -8.0, 3.0], [5.0, 0.0, 0.0, -1.0, 0.0]])
     first, second = ([exp(2 * tanh(x / 2) / 0.5) for x in row] for row in ([0.0, 1.0, -8.0], [5.0, 0.0, -1.0]))
