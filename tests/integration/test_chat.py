@@ -190,7 +190,7 @@ def test_the_key_protects_all_but_health(server):
 def test_bodies_have_a_bounded_length(length, status, server):
     import http.client
 
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
     connection.putrequest("POST", "/v1/chat/completions")
     connection.putheader("Content-Length", length)
     connection.endheaders()
