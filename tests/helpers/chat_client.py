@@ -32,7 +32,7 @@ def fetch(url: str, body: bytes | None = None, authorization: str = "") -> tuple
     """The status and the content of an answer, to a POST if there is a body."""
     headers = {"Authorization": authorization} if authorization else {}
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=60) as response:
+        with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=180) as response:
             return response.status, response.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
