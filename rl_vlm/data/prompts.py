@@ -194,7 +194,7 @@ class PromptBuilder:
 
     @property
     def smallest_pixels(self) -> SmallestPixels:
-        """The smallest limits on pixels that make a difference. Frames that are images have those of images."""
+        """The smallest limits on pixels that make a difference. Frames that are images use the limit of images."""
         image = smallest_max_pixels(self.processor)
         return SmallestPixels(image, image if self.video_format == "frames" else smallest_frame(self.video_processor))
 
@@ -257,7 +257,7 @@ class PromptBuilder:
         )
 
     def shown(self, sample: Sample) -> Sample:
-        """Return the sample with what the model gets of its videos."""
+        """Return the sample, with frames in place of its videos if the model gets frames as images."""
         return frames_as_images(sample) if self.video_format == "frames" else sample
 
     def _features(self, sample: Sample) -> BatchFeature | dict[str, Tensor]:

@@ -176,7 +176,7 @@ class Family:
         return token_ids[is_placeholder] == video
 
     def own_forward_takes(self, prompt: Prompt) -> bool:
-        """Return whether the model's own forward takes a prompt. GLM-V's takes no images beside videos."""
+        """Return whether the model's own forward takes a prompt. GLM-V's takes no prompt with images and videos."""
         if self.own_forward_takes_videos and self.image_token != self.video_token:
             return True
         return not has_video(prompt) or (self.own_forward_takes_videos and "pixel_values" not in prompt.mm_inputs)

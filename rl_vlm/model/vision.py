@@ -1,4 +1,4 @@
-"""Features of images and videos. Those of a prompt, or of an observation, are computed once for all completions.
+"""Features of images and videos, computed once for all completions that share a prompt or an observation.
 
 Features of a frozen tower are cached for one optimizer step. Rollout, old and reference log-probs and training share
 them. A trained tower runs in the micro-batch of a group, and gradients flow through it. If a group is cut, the tower
@@ -324,7 +324,7 @@ def joined_strips(some: Sequence[Rendered]) -> dict[str, Tensor]:
 
 
 def joined_padded(some: Sequence[Rendered]) -> dict[str, Tensor]:
-    """Join rows of patches with their places (Gemma 4). Rows of frames beside images get the padding of images."""
+    """Join rows of patches with their places (Gemma 4), and pad all of them to the longest."""
     pixels, places = of_both_kinds(
         some, "pixel_values", "pixel_values_videos", "image_position_ids", "video_position_ids"
     )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rl_vlm.data.video.sizes import check_limits, frame_size, is_squared, resize
+from rl_vlm.data.video.sizes import check_limits, frame_size, resize, tower_pixels
 from rl_vlm.data.video.source import FRAME_RATE, ClipHeader
 from rl_vlm.data.video.timeline import FrameRange, Timeline, constant
 from rl_vlm.errors import ConfigError
@@ -91,8 +91,7 @@ class FrameRule:
         shown = constant(header.num_frames, header.num_frames / duration)
         count = len(self.choose(shown, shown.span(clip.start, clip.end)))
         width, height = self.size(count, header.width, header.height)
-        area = self.processor.max_image_size["longest_edge"] ** 2 if is_squared(self.processor) else width * height
-        return count // self.joined * area
+        return count // self.joined * tower_pixels(self.processor, width, height)
 
     def check(self) -> None:
         """Raise ConfigError if the checkpoint ignores a setting of frames, or if no number of frames is possible.

@@ -76,7 +76,7 @@ def check_limits(processor: Any, data: DataConfig) -> None:
 
 
 def frame_limits(processor: Any, num_frames: int, data: DataConfig) -> FrameLimits:
-    """Return the limits of one frame: the settings', or else the checkpoint's.
+    """Return the limits of one frame. The settings replace the limits of the checkpoint.
 
     Qwen2-VL's processor limits one frame, and those of Qwen3-VL and GLM all frames together. The two of Qwen also cap a
     frame so that long videos stay within `max_video_tokens`, as their authors do.
@@ -148,9 +148,11 @@ def own_size(processor: Any, width: int, height: int) -> tuple[int, int] | None:
     return (fixed[1], fixed[0]) if fixed[0] and fixed[1] else None
 
 
-def is_squared(processor: Any) -> bool:
-    """Return whether a processor makes squares of frames after it has resized them (SmolVLM)."""
-    return own_function(processor, OF_SQUARES) is not None
+def tower_pixels(processor: Any, width: int, height: int) -> int:
+    """Return the number of pixels that the tower gets of a frame in the size of `frame_size`. Squares are padded."""
+    if own_function(processor, OF_SQUARES) is None:
+        return width * height
+    return processor.max_image_size["longest_edge"] ** 2
 
 
 def within(width: int, height: int, limits: FrameLimits) -> tuple[int, int]:
