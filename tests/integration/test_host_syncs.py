@@ -16,7 +16,7 @@ ONCE_PER_STEP = {
     "distributed/gradients.py:clip_gradients: _local_scalar_dense": "the norm of the gradients, for the same reason",
 }
 AFTER_ALL_MICRO_BATCHES = {
-    "tensors.py:synchronize: synchronize": "log-probs of all micro-batches are on the host after it",
+    "types/tensors.py:synchronize: synchronize": "log-probs of all micro-batches are on the host after it",
     "log/metrics.py:read_together: _to_copy to the host": "metrics of all micro-batches",
 }
 IN_TRANSFORMERS = {
