@@ -56,6 +56,7 @@ def evaluation_rows(output_dir: Path) -> list[dict[str, Any]]:
     return pyarrow.parquet.read_table(output_dir / "evaluation" / "completions.parquet").to_pylist()
 
 
+@pytest.mark.ci
 def test_the_model_is_proven(tiny_checkpoint, tmp_path, monkeypatch):
     given = {"eval_dataset_name": tiny_run.HELD_OUT_ROWS, **SAMPLED}
     evaluate_run(make_config(tiny_checkpoint, tmp_path / "right", **given))

@@ -47,6 +47,7 @@ def fail_in(patch: pytest.MonkeyPatch, owner: Any, method: str, call: int) -> No
     patch.setattr(owner, method, failing)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("owner", "method", "variant"),
     [
@@ -222,6 +223,7 @@ def test_a_file_in_place_of_a_directory_is_refused_before_anything_is_deleted(
     assert kept.exists()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("become_of", [lambda run: run.rename(run.with_name("renamed")), shutil.rmtree])
 def test_a_run_whose_directory_is_renamed_or_removed_stops(become_of, tiny_checkpoint, tmp_path, monkeypatch):
     run, score = tmp_path / "run", Collector.score

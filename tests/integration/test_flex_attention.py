@@ -24,7 +24,7 @@ from tests.helpers.family_parity import (
     scores,
 )
 from tests.helpers.flex_on_cpu import captured_tensors_of_another_row, num_graphs, use_flex_attention
-from tests.helpers.tiers import OWN_CODE_PATHS, in_tiers
+from tests.helpers.tiers import in_tiers
 from tests.tiny.build import TINY_FAMILIES
 
 KINDS_OF_MASKS = {
@@ -40,10 +40,10 @@ ADAPTERS: dict[str, Any] = {"use_peft": True, "lora_r": 4, "freeze_vision_tower"
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Give the test of families each kind of mask in the first tier."""
+    """Give the test of families each kind of mask in the second tier."""
     if "family" in metafunc.fixturenames:
         families = sorted(TINY_FAMILIES.keys() - DENSE_ALONE)
-        metafunc.parametrize("family", in_tiers(families, KINDS_OF_MASKS, OWN_CODE_PATHS), scope="module")
+        metafunc.parametrize("family", in_tiers(families, (), KINDS_OF_MASKS), scope="module")
 
 
 def rows_of(family: str, checkpoint: Path) -> dict[str, list[ScoredGroup]]:
@@ -82,6 +82,7 @@ def test_its_gradients_are_those_of_dense_rows(
     print(f"{family}: {num_graphs()} graphs")
 
 
+@pytest.mark.ci
 def test_a_rule_with_tensors_of_another_row_would_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = sharp_checkpoint("qwen2_5_vl", tmp_path)
     policy, rows = make_policy(checkpoint), rows_of("qwen2_5_vl", checkpoint)
@@ -94,6 +95,7 @@ def test_a_rule_with_tensors_of_another_row_would_show(tmp_path: Path, monkeypat
     assert others.logprobs > 0.01
 
 
+@pytest.mark.ci
 def test_the_limit_of_pytorch_would_end_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = sharp_checkpoint("gemma3", tmp_path)
     policy = make_policy(checkpoint, **ADAPTERS, lora_target_modules=["q_proj", "v_proj"])

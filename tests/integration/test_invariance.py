@@ -120,7 +120,7 @@ def assert_log_probs_are_the_generators(window: Window) -> None:
                     assert (logprobs - completion.generator_logprobs).abs().max() <= 2e-5
 
 
-@pytest.mark.parametrize("loss_type", in_tiers(LOSS_TYPES, {"dapo"}))
+@pytest.mark.parametrize("loss_type", in_tiers(LOSS_TYPES, (), LOSS_TYPES))
 def test_loss_and_gradient_do_not_depend_on_the_cut(
     trainer: Trainer, loss_type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,6 +43,7 @@ def test_a_run_killed_within_an_epoch_is_resumed(tiny_checkpoint, tmp_path, monk
     assert_same_run(tmp_path / "killed", tmp_path / "straight")
 
 
+@pytest.mark.ci
 def test_resuming_with_other_weights_or_rows_is_refused(tiny_checkpoint, tmp_path):
     train(make_config(tiny_checkpoint, tmp_path / "run", dataset_name=WEIGHTED, max_steps=1))
     settings = {"max_steps": 2, "resume_from_checkpoint": "auto"}
@@ -54,6 +55,7 @@ def test_resuming_with_other_weights_or_rows_is_refused(tiny_checkpoint, tmp_pat
         train(make_config(tiny_checkpoint, tmp_path / "run", dataset_name=fewer, **settings))
 
 
+@pytest.mark.ci
 def test_shares_of_a_run(tiny_checkpoint, tmp_path):
     config = make_config(tiny_checkpoint, tmp_path / "run", dataset_name=WEIGHTED, prompts_per_step=5, max_steps=3)
     train(config)

@@ -84,6 +84,7 @@ def test_a_run_that_runs_out_of_memory_trains_as_one_that_does_not(
         assert budgets == [160] * NUM_STEPS
 
 
+@pytest.mark.ci
 def test_events_of_the_check_of_an_engine_are_counted(
     tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,6 +155,7 @@ def test_a_resumed_run_replays_the_budget(
     assert (copy / BUDGET).read_text() == (straight / BUDGET).read_text()
 
 
+@pytest.mark.ci
 def test_a_changed_setting_replaces_the_recorded_budget(tiny_checkpoint: Path, tmp_path: Path) -> None:
     train(make_config(tiny_checkpoint, tmp_path, max_steps=1))
     write_changes(tmp_path, [BudgetChange(2, "training", 40, 160, "out_of_memory", "…")])
@@ -162,6 +164,7 @@ def test_a_changed_setting_replaces_the_recorded_budget(tiny_checkpoint: Path, t
     assert read_changes(tmp_path) == []
 
 
+@pytest.mark.ci
 def test_a_run_without_a_checkpoint_is_repeated_under_its_recorded_budget(
     tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
@@ -172,6 +175,7 @@ def test_a_run_without_a_checkpoint_is_repeated_under_its_recorded_budget(
     assert read_changes(tmp_path) == [change]
 
 
+@pytest.mark.ci
 def test_the_budget_is_replayed_in_another_directory(tiny_checkpoint: Path, tmp_path: Path) -> None:
     one, other = tmp_path / "one", tmp_path / "other"
     train(make_config(tiny_checkpoint, one, max_steps=1))

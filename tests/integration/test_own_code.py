@@ -34,6 +34,7 @@ def loaded(directory: Path) -> Any:
     return AutoModelForImageTextToText.from_pretrained(directory, trust_remote_code=True)
 
 
+@pytest.mark.ci
 def test_the_code_trains_and_goes_with_checkpoints_and_exports(directory: Path, tmp_path: Path) -> None:
     config = make_config(directory, tmp_path, trust_remote_code=True, max_steps=2)
     train(config)

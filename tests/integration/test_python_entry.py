@@ -81,6 +81,7 @@ def test_a_lambda_a_function_with_a_timeout_and_a_model_that_a_function_writes(t
         train(load_config(tmp_path / "config.yaml", ["output_dir=" + str(tmp_path / "other")]))
 
 
+@pytest.mark.ci
 def test_the_model_is_saved_as_an_export(tiny_checkpoint, tmp_path, monkeypatch: pytest.MonkeyPatch):
     made = trainer(tiny_checkpoint, tmp_path / "run", max_steps=1)
     made.train()
@@ -165,6 +166,7 @@ class Watching(TrainerCallback):
         raise AssertionError
 
 
+@pytest.mark.ci
 def test_a_callback_hears_of_events_and_stops_the_run(tiny_checkpoint, tmp_path, caplog):
     given = {"eval_dataset": tiny_run.held_out_rows(), "eval_steps": 2, "save_steps": 3, "max_steps": 5}
     watching = Watching(stop_at=2)
@@ -216,6 +218,7 @@ def test_the_model_is_pushed_at_the_end_of_a_run(tiny_checkpoint, tmp_path, capl
         again.push_to_hub()
 
 
+@pytest.mark.ci
 def test_resuming_compares_functions_and_rows(tiny_checkpoint, tmp_path, caplog):
     trainer(tiny_checkpoint, tmp_path, reward_funcs=SUMS[97], max_steps=2).train()
     caplog.clear()
@@ -229,6 +232,7 @@ def test_resuming_compares_functions_and_rows(tiny_checkpoint, tmp_path, caplog)
         trainer(tiny_checkpoint, tmp_path, max_steps=5, train_dataset=tiny_run.rows()[1:]).train(True)
 
 
+@pytest.mark.ci
 def test_within_a_window_another_function_is_refused(tiny_checkpoint, tmp_path):
     trainer(tiny_checkpoint, tmp_path, reward_funcs=SUMS[97], max_steps=1, **WITHIN_WINDOW).train()
     with pytest.raises(CheckpointError, match=r"`rewards\.reward_funcs` \['python:<lambda>#\w{12}'\] -> \['python:"):
@@ -282,6 +286,7 @@ def test_an_interrupted_evaluation_is_not_resumed_with_objects_in_memory(tiny_ch
     assert "which are evaluated again: functions and rows in memory may have changed since" in caplog.text
 
 
+@pytest.mark.ci
 def test_after_an_interrupted_training_its_newest_checkpoint_is_evaluated(tiny_checkpoint, tmp_path):
     given = {"eval_dataset": tiny_run.held_out_rows(), "eval_on_start": False, "max_steps": 4}
     made = trainer(tiny_checkpoint, tmp_path, reward_funcs=interrupted(tiny_run.token_sum, at_call=3), **given)

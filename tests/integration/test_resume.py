@@ -36,11 +36,10 @@ from tests.helpers.resuming import NUM_STEPS, VARIANTS, assert_same_run, config_
 from tests.helpers.tiers import in_tiers
 from tests.helpers.tiny_run import make_config, metric_lines
 
-FAST = {"full", "window", "evaluated"}
-CI = {"lora_with_reference", "partial_rollouts", "planned_budget", "qlora"}
+CI = {"window", "lora_with_reference", "partial_rollouts", "planned_budget", "qlora"}
 
 
-@pytest.mark.parametrize("variant", in_tiers(VARIANTS, FAST, CI))
+@pytest.mark.parametrize("variant", in_tiers(VARIANTS, (), CI))
 def test_resumed_run_equals_the_run_that_was_not_killed(variant, tiny_checkpoint, tmp_path, monkeypatch):
     straight, killed = (config_of(variant, tiny_checkpoint, tmp_path / name) for name in ("straight", "killed"))
     train(straight)
@@ -66,6 +65,7 @@ def copied_policy(config: RunConfig, _: str, weights: PolicyWeights, builder: Pr
     return engine
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("variant", in_tiers(["full", "window", "partial_rollouts"], {"window"}, {"partial_rollouts"}))
 def test_a_window_that_is_sampled_ahead_is_resumed_as_well(variant, tiny_checkpoint, tmp_path, monkeypatch):
     monkeypatch.setattr(build_module, "training_engine", copied_policy)
@@ -81,6 +81,7 @@ def test_a_window_that_is_sampled_ahead_is_resumed_as_well(variant, tiny_checkpo
     assert_same_run(tmp_path / "killed", tmp_path / "straight")
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
@@ -108,6 +109,7 @@ def test_weights_are_sent_before_an_evaluation_and_after_a_checkpoint(
     assert " ".join(found) == expected
 
 
+@pytest.mark.ci
 def test_an_engine_sleeps_before_the_passes_and_gets_the_weights_that_it_does_not_keep(
     tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,6 +156,7 @@ def test_an_engine_sleeps_before_the_passes_and_gets_the_weights_that_it_does_no
     )
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "change", [{"max_rollout_tokens": None}, {"max_rollout_tokens": 1, "max_completion_length": 2}]
 )
@@ -231,6 +234,7 @@ def test_sigkill_within_a_save(tiny_checkpoint, tmp_path):
     assert_same_run(tmp_path / "killed", tmp_path / "straight")
 
 
+@pytest.mark.ci
 def test_resuming_a_finished_run_changes_nothing(tiny_checkpoint, tmp_path):
     config = make_config(tiny_checkpoint, tmp_path / "run", eval_dataset_name=tiny_run.HELD_OUT_ROWS, max_steps=2)
     summary = train(config)
@@ -239,6 +243,7 @@ def test_resuming_a_finished_run_changes_nothing(tiny_checkpoint, tmp_path):
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == lines
 
 
+@pytest.mark.ci
 def test_auto_takes_the_checkpoint_before_a_truncated_one(tiny_checkpoint, tmp_path, monkeypatch):
     train(config_of("full", tiny_checkpoint, tmp_path / "straight"))
     config = config_of("full", tiny_checkpoint, tmp_path / "killed")
@@ -252,6 +257,7 @@ def test_auto_takes_the_checkpoint_before_a_truncated_one(tiny_checkpoint, tmp_p
     assert_same_run(tmp_path / "killed", tmp_path / "straight")
 
 
+@pytest.mark.ci
 def test_auto_without_a_checkpoint_starts_anew(tiny_checkpoint, tmp_path, monkeypatch):
     config = make_config(tiny_checkpoint, tmp_path / "run", max_steps=2)
     train_until(1, config, monkeypatch)
@@ -259,6 +265,7 @@ def test_auto_without_a_checkpoint_starts_anew(tiny_checkpoint, tmp_path, monkey
     assert [line["step"] for line in metric_lines(tmp_path / "run")] == [1, 2]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("variant", "file"), [("full", "model.safetensors"), ("lora", "adapter_model.safetensors")])
 @pytest.mark.parametrize("change", ["missing", "unexpected"])
 def test_missing_or_unexpected_weights_are_refused(variant, file, change, tiny_checkpoint, tmp_path):
@@ -294,6 +301,7 @@ def test_two_runs_with_one_seed_are_equal_and_another_seed_differs(tiny_checkpoi
     assert first == second != other
 
 
+@pytest.mark.ci
 def test_an_earlier_run_survives_a_mistyped_setting(tiny_checkpoint, tmp_path):
     train(make_config(tiny_checkpoint, tmp_path, max_steps=2))
     before = sorted(path.name for path in tmp_path.iterdir())
@@ -302,6 +310,7 @@ def test_an_earlier_run_survives_a_mistyped_setting(tiny_checkpoint, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == before
 
 
+@pytest.mark.ci
 def test_a_checkpoint_of_another_run_is_not_mixed_into_this_one(tiny_checkpoint, tmp_path):
     for run in ("a", "b"):
         train(make_config(tiny_checkpoint, tmp_path / run, max_steps=2))
@@ -312,6 +321,7 @@ def test_a_checkpoint_of_another_run_is_not_mixed_into_this_one(tiny_checkpoint,
     assert metric_lines(tmp_path / "b") == lines
 
 
+@pytest.mark.ci
 def test_overwriting_deletes_the_earlier_run(tiny_checkpoint, tmp_path):
     train(make_config(tiny_checkpoint, tmp_path, max_steps=3))
     train(make_config(tiny_checkpoint, tmp_path, max_steps=1, overwrite_output_dir=True))

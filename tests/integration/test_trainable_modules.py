@@ -48,6 +48,7 @@ def trained(policy: nn.Module) -> set[str]:
     return {name.removeprefix("model.") for name, p in policy.named_parameters() if p.requires_grad}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_each_part_gets_the_gradients_of_the_models_own_forward(
     family: str, checkpoint: Path, checkpointing: bool

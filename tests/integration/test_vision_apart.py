@@ -31,6 +31,7 @@ def policy(checkpoint: Path) -> Policy:
     return make_policy(checkpoint)
 
 
+@pytest.mark.ci
 def test_gradients_are_those_of_whole_groups_and_of_the_models_own_forward(
     family: str, policy: Policy, checkpoint: Path
 ) -> None:
@@ -52,6 +53,7 @@ def test_gradients_are_those_of_whole_groups_and_of_the_models_own_forward(
         assert gradient_error(found, stock_scores(policy, groups).gradients) <= bound, case
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("variant", in_tiers(VARIANTS, fast={"checkpointing", "LoRA, checkpointing"}, ci=()))
 def test_gradients_for_each_way_to_train(family: str, checkpoint: Path, variant: str) -> None:
     policy = make_policy(checkpoint, **VARIANTS[variant])
