@@ -12,7 +12,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.quickstart
 # The tests' packages are added to the quickstart's.
 INSTALLED_DEV := .venv/.dev
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile --durations=60 --durations-min=4
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14

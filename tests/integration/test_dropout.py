@@ -24,7 +24,7 @@ from rl_vlm.types import Forward, ScoredGroup
 from tests.helpers.builders import make_groups, make_policy, noise_image, whole
 from tests.helpers.family_parity import shares
 from tests.helpers.stock import stock_logprobs
-from tests.helpers.tiers import families_in_tiers
+from tests.helpers.tiers import FEW_FAMILIES, families_in_tiers
 from tests.helpers.tiny_run import build_checkpoint, make_config, metric_lines
 from tests.tiny.build import TINY_FAMILIES, build_tiny
 
@@ -62,7 +62,7 @@ def largest_gap(rows: Any, expected: list[Tensor]) -> float:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", families_in_tiers(TINY_FAMILIES))
+@pytest.mark.parametrize("family", families_in_tiers(TINY_FAMILIES, FEW_FAMILIES))
 def test_every_family_trains_without_dropout(family: str, tmp_path: Path) -> None:
     checkpoint = add_dropout(build_tiny(family, tmp_path))
     model = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32)

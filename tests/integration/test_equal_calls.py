@@ -23,7 +23,7 @@ from tests.helpers.builders import (
     whole,
 )
 from tests.helpers.family_parity import NEED_AN_IMAGE, shares
-from tests.helpers.tiers import families_in_tiers
+from tests.helpers.tiers import FEW_FAMILIES, families_in_tiers
 from tests.tiny.build import TINY_FAMILIES
 
 UNSHARDABLE = {
@@ -54,7 +54,7 @@ SHAPES: dict[str, list[tuple[list[Image.Image], list[int]]]] = {
 """Images and completion lengths of the groups of each micro-batch."""
 
 
-@pytest.fixture(scope="module", params=families_in_tiers(TINY_FAMILIES))
+@pytest.fixture(scope="module", params=families_in_tiers(TINY_FAMILIES, FEW_FAMILIES))
 def family(request: pytest.FixtureRequest) -> str:
     return request.param
 

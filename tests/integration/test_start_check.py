@@ -31,7 +31,7 @@ from tests.helpers.flex_on_cpu import (
 )
 from tests.helpers.given_groups import make_trainer
 from tests.helpers.sharded_runs import Runs, differences
-from tests.helpers.tiers import families_in_tiers, in_tiers
+from tests.helpers.tiers import FEW_FAMILIES, families_in_tiers, in_tiers
 from tests.helpers.tiny_run import make_config
 from tests.tiny.build import TINY_FAMILIES
 
@@ -58,7 +58,7 @@ def trainer_of(checkpoint: Path, **settings: Any) -> tuple[Trainer, list[ScoredG
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", families_in_tiers(TINY_FAMILIES))
+@pytest.mark.parametrize("family", families_in_tiers(TINY_FAMILIES, FEW_FAMILIES))
 def test_right_rows_pass(tmp_path: Path, family: str, dtype: str) -> None:
     trainer, groups = trainer_of(sharp_checkpoint(family, tmp_path), dtype=dtype)
     proof = trainer.start_check.run(groups)

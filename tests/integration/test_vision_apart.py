@@ -11,7 +11,7 @@ from rl_vlm.model.policy import Policy
 from tests.helpers.builders import LORA_EVERYWHERE, gradient_error, make_policy
 from tests.helpers.cut_groups import cut, cut_gradients
 from tests.helpers.family_parity import FP32_ROUNDING, case_groups, cases, scores, shares, stock_scores
-from tests.helpers.tiers import families_in_tiers, in_tiers
+from tests.helpers.tiers import FEW_FAMILIES, families_in_tiers, in_tiers
 from tests.tiny.build import TINY_FAMILIES
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -21,7 +21,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=families_in_tiers(TINY_FAMILIES))
+@pytest.fixture(scope="module", params=families_in_tiers(TINY_FAMILIES, FEW_FAMILIES))
 def family(request: pytest.FixtureRequest) -> str:
     return request.param
 
