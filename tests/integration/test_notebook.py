@@ -48,7 +48,7 @@ def test_every_notebook_is_run():
     assert {path.stem for path in EXAMPLES.rglob("*.ipynb")} == set(NUM_CELLS)
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_the_digits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     cells = executed("notebook", tmp_path, monkeypatch)
     assert "1347 scans to train on, 450 held out" in texts(cells["data"])
