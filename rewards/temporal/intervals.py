@@ -19,11 +19,11 @@ NOT_NEGATIVE = r"(?<![-−.:0-9])"
 INTERVAL = re.compile(rf"{NOT_NEGATIVE}({TIME})\s?(?:to|and|until|-|–|—|,)\s?({TIME})", re.IGNORECASE)
 MOMENT = re.compile(NOT_NEGATIVE + TIME, re.IGNORECASE)
 MOST = 100
-"""Intervals that are read. An answer with more has none."""
+"""The largest number of intervals. An answer with more counts as unreadable."""
 
 
 SolutionTimes = Literal["seconds", "frames"]
-"""What the numbers of gold answers are: seconds of the file, or numbers of the frames that the model gets, from 0."""
+"""The unit of gold answers: seconds of the file, or numbers of the frames that the model gets, from 0."""
 
 
 class Interval(NamedTuple):
@@ -33,7 +33,7 @@ class Interval(NamedTuple):
     end: float
 
     def iou(self, other: Interval) -> float:
-        """Return the length of both over the length of either. Intervals without a length have none in common."""
+        """Return the intersection over union, or 0.0 if the intervals do not overlap."""
         shared = min(self.end, other.end) - max(self.start, other.start)
         either = max(self.end, other.end) - min(self.start, other.start)
         return shared / either if shared > 0 else 0.0
@@ -117,7 +117,7 @@ class Clock(NamedTuple):
 def clocks(
     solution_times: SolutionTimes, video_frame_times: Sequence[Sequence[Sequence[float]]] | None, count: int
 ) -> list[Clock | None]:
-    """Return what converts the gold answer of each row to seconds: the times of its first video, or None.
+    """Return a clock for each row, with the frame times of its first video, or None if answers are in seconds.
 
     Raises ValueError if `solution_times` is neither "seconds" nor "frames".
     """

@@ -21,8 +21,8 @@ def temporal_iou(
 
     With `solution_times="frames"`, the gold interval has numbers of the frames that the model gets, from 0.
 
-    Of several, pairs of the largest IoU are taken one after another. Their sum is divided by the larger number of
-    intervals, so that a further prediction lowers the score.
+    If there are several intervals, match each prediction to one gold interval, largest IoU first. The score is the sum
+    of IoUs over the larger number of intervals, so that an extra prediction lowers it.
     """
     read = clocks(solution_times, video_frame_times, len(completions))
     rows = zip(completions, solution, read, strict=True)
@@ -37,7 +37,7 @@ def _score(text: str, gold: list[Interval] | Fault | None) -> Score:
 
 
 def matched(predicted: Sequence[Interval], gold: Sequence[Interval]) -> list[float]:
-    """Return the IoUs of pairs of a predicted and a gold interval, the largest first. Each is in one pair at most."""
+    """Match predicted to gold intervals one to one, largest IoU first, and return the IoUs."""
     pairs = [(one.iou(other), i, j) for i, one in enumerate(predicted) for j, other in enumerate(gold)]
     values, used, met = [], set(), set()
     for value, i, j in sorted(pairs, reverse=True):

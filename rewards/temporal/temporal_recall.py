@@ -21,7 +21,7 @@ def temporal_recall(
 ) -> list[Score]:
     """Return the fraction of gold intervals that a prediction meets with an IoU of `threshold` or more.
 
-    Predictions after as many as there are gold intervals do not count. `solution_times` is that of `temporal_iou`.
+    With n gold intervals, only the first n predictions count. `solution_times` works as in `temporal_iou`.
     Raises ValueError for a threshold outside of (0, 1].
     """
     if not 0 < threshold <= 1:
