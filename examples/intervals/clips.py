@@ -12,8 +12,10 @@ from examples.motion.clips import SIDE, frame, mp4, split
 
 NUM_TRAINING, NUM_HELD_OUT = 2048, 512
 QUESTION = "When is the digit there?"
-SECONDS, FPS = 6, 2
+SECONDS, FPS = 8, 2
 """Seconds of a clip, and frames per second."""
+LENGTH = 2
+"""Seconds that the digit is there. All intervals have this length, so that no constant answer pays well."""
 
 
 def train_rows() -> list[dict[str, Any]]:
@@ -42,11 +44,11 @@ def draw_rows(num_rows: int, name: str, shuffle: bool = False) -> list[dict[str,
 
 
 def draw_row(random: Random, scan: Any, order: Random | None) -> dict[str, Any]:
-    """Draw a digit that is there from one whole second to another, in one place, and shuffle seconds by `order`."""
-    start, end = sorted(random.sample(range(SECONDS + 1), 2))
+    """Draw a digit that is there for `LENGTH` seconds from a whole second on, in one place, and shuffle seconds by `order`."""
+    start = random.randrange(SECONDS - LENGTH + 1)
     place = random.randrange(SIDE), random.randrange(SIDE)
-    shown = [scan if start <= second < end else scan * 0 for second in range(SECONDS)]
+    shown = [scan if start <= second < start + LENGTH else scan * 0 for second in range(SECONDS)]
     if order is not None:
         order.shuffle(shown)
     frames = [frame(each, *place) for each in shown for _ in range(FPS)]
-    return {"prompt": QUESTION, "video": mp4(frames, FPS), "solution": f"{start} to {end}"}
+    return {"prompt": QUESTION, "video": mp4(frames, FPS), "solution": f"{start} to {start + LENGTH}"}
