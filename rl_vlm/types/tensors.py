@@ -18,10 +18,11 @@ def pad_split(values: Float[Tensor, " tokens"], lengths: Sequence[int]) -> Float
     """Split a vector into N rows of these lengths, right-padded with 0.
 
     One operator scatters all rows. With an operator per row, each one's backward would copy the gradient of all rows.
+    The result is no view of another tensor, since FSDP2 warns of modules that return views.
     """
     mask = length_mask(lengths)
-    places = to_device(mask.flatten().nonzero()[:, 0], values.device)
-    return values.new_zeros(mask.numel()).index_copy(0, places, values).view(mask.shape)
+    rows, columns = (to_device(places, values.device) for places in mask.nonzero(as_tuple=True))
+    return values.new_zeros(mask.shape).index_put((rows, columns), values)
 
 
 def length_mask(lengths: Sequence[int], device: torch.device | None = None) -> Bool[Tensor, "completions tokens"]:

@@ -78,6 +78,7 @@ def test_rows_are_split_and_padded():
     values = torch.tensor([1.0, 2.0, 3.0, 4.0], requires_grad=True)
     padded = pad_split(values, [1, 0, 3])
     assert padded.tolist() == [[1.0, 0.0, 0.0], [0.0, 0.0, 0.0], [2.0, 3.0, 4.0]]
+    assert not padded._is_view()  # FSDP2 warns of modules that return views
     (padded * torch.tensor([[1.0], [9.0], [10.0]])).sum().backward()
     assert values.grad is not None
     assert values.grad.tolist() == [1.0, 10.0, 10.0, 10.0]
