@@ -22,7 +22,7 @@ NUM_TRAINING, NUM_HELD_OUT = 2048, 512
 WAYS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
 """Direction along x, to the right, and along y, downwards."""
 QUESTION = "Which way does the digit move?"
-SPEED = 2
+SPEED = 3
 """Pixels from a frame to the next."""
 NUM_FRAMES, FPS = 4, 4
 """Frames of a clip in which a digit moves, and frames per second."""

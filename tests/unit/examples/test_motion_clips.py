@@ -23,7 +23,7 @@ def shift_of(before: np.ndarray, after: np.ndarray) -> tuple[int, int]:
     return (int(down) + 16) % 32 - 16, (int(right) + 16) % 32 - 16
 
 
-STEPS = {"left": (0, -2), "right": (0, 2), "up": (-2, 0), "down": (2, 0)}
+STEPS = {"left": (0, -3), "right": (0, 3), "up": (-3, 0), "down": (3, 0)}
 ROWS = draw_rows(40, "held-out")
 
 
@@ -31,7 +31,7 @@ def control(order: Callable[[int], list[int]]) -> list[dict]:
     return draw_rows(40, "held-out", order)
 
 
-def test_digits_move_two_pixels_a_frame_in_the_direction_of_the_solution():
+def test_digits_move_three_pixels_a_frame_in_the_direction_of_the_solution():
     for row in ROWS:
         frames = frames_of(row)
         assert frames.shape == (4, 32, 32)
