@@ -286,6 +286,7 @@ def patch_embed_chart(results: Results, pyplot: Any) -> Any:
 REPORTS: dict[str, tuple[Any, Any]] = {
     "train_step": (train_step_table, train_step_chart),
     "trajectories": (compared_table, compared_chart),
+    "video": (compared_table, compared_chart),
     "rollout": (rollout_table, rollout_chart),
     "scaling": (scaling_table, scaling_chart),
     "patch_embed": (patch_embed_table, patch_embed_chart),

@@ -15,6 +15,12 @@ step --peer dense --docs 7-dense-8
 step --peer trl --shape hybrid --docs 8-trl-hybrid-8
 step --peer dense --shape hybrid --docs 9-dense-hybrid-8
 "$python" benchmarks/trajectories.py --docs trajectories-8
+for tokens in 2048 4096 8192; do
+    for generations in 08 16; do
+        "$python" benchmarks/video.py --shape narrow --image-tokens $tokens --num-generations $generations \
+            --repeats 1 --docs video-$tokens-$generations
+    done
+done
 "$python" benchmarks/rollout.py --docs rollout-8
 "$python" benchmarks/rollout.py --num-generations 16 --docs rollout-16
 "$python" benchmarks/whole_run.py --docs whole_run-1-small

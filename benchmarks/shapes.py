@@ -68,6 +68,13 @@ SMALL: Shape = (
     {"depth": 8, "hidden_size": 240, "num_heads": 3, "intermediate_size": 640, "patch_size": 7,
      "window_size": 56, "fullatt_block_indexes": [7]},
 )  # fmt: skip
+NARROW: Shape = (
+    {"hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+     "intermediate_size": 384, "vocab_size": 2048, "mrope_section": [4, 6, 6]},
+    {"depth": 3, "hidden_size": 64, "num_heads": 2, "intermediate_size": 192, "patch_size": 7,
+     "window_size": 56, "fullatt_block_indexes": [2]},
+)  # fmt: skip
+"""One million parameters, for batches of 130,000 tokens in the memory of a CPU."""
 MEDIUM: Shape = (
     {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 8, "num_key_value_heads": 2,
      "intermediate_size": 4096, "vocab_size": 16384, "mrope_section": [16, 24, 24]},
@@ -114,7 +121,7 @@ SIX_LAYERS: Shape = (SMALL[0] | {"num_hidden_layers": 6}, SMALL[1])
 """Fifty-six million parameters."""
 QUARTER: Shape = (MEDIUM[0] | {"num_hidden_layers": 6}, MEDIUM[1])
 SHAPES = {
-    "small": SMALL, "six_layers": SIX_LAYERS, "medium": MEDIUM, "quarter": QUARTER, "toy": TOY,
+    "small": SMALL, "narrow": NARROW, "six_layers": SIX_LAYERS, "medium": MEDIUM, "quarter": QUARTER, "toy": TOY,
     "hybrid": HYBRID, "toy_hybrid": TOY_HYBRID,
     "qwen3_vl": QWEN3_VL, "toy_qwen3_vl": TOY_QWEN3_VL, "400m": QWEN_400M, "3b": QWEN2_5_VL_3B,
     "7b": QWEN2_5_VL_7B,
