@@ -44,7 +44,7 @@ def draw_rows(num_rows: int, name: str, shuffle: bool = False) -> list[dict[str,
 
 
 def draw_row(random: Random, scan: Any, order: Random | None) -> dict[str, Any]:
-    """Draw a digit that is there for `LENGTH` seconds from a whole second on, in one place, and shuffle seconds by `order`."""
+    """Draw a digit that is in one place for `LENGTH` seconds from a whole second on. Shuffle seconds by `order`."""
     start = random.randrange(SECONDS - LENGTH + 1)
     place = random.randrange(SIDE), random.randrange(SIDE)
     shown = [scan if start <= second < start + LENGTH else scan * 0 for second in range(SECONDS)]
