@@ -21,7 +21,7 @@ def pad_split(values: Float[Tensor, " tokens"], lengths: Sequence[int]) -> Float
     The result is no view of another tensor, since FSDP2 warns of modules that return views.
     """
     mask = length_mask(lengths)
-    rows, columns = (to_device(places, values.device) for places in mask.nonzero(as_tuple=True))
+    rows, columns = to_device(mask.nonzero(), values.device).unbind(1)
     return values.new_zeros(mask.shape).index_put((rows, columns), values)
 
 
