@@ -52,7 +52,7 @@ def fail_in(patch: pytest.MonkeyPatch, owner: Any, method: str, call: int) -> No
     ("owner", "method", "variant"),
     [
         (DDP, "backward", "window"),
-        pytest.param(Collector, "score", "window", marks=pytest.mark.ci),
+        (Collector, "score", "window"),
         pytest.param(Collector, "score", "partial_rollouts", marks=pytest.mark.slow),
         pytest.param(DDP, "backward", "partial_rollouts", marks=pytest.mark.slow),
         pytest.param(DDP, "backward", "full", marks=pytest.mark.slow),

@@ -25,6 +25,8 @@ from tests.helpers.changed_losses import recorded_losses
 from tests.helpers.stock import stock_logprobs
 from tests.helpers.tiny_run import build_checkpoint, make_config
 
+pytestmark = pytest.mark.ci
+
 ROUNDING = 2e-5
 MOVED = 1e-3
 """How far an optimizer step at least moves some log-prob."""
@@ -96,7 +98,6 @@ def largest_gap(logprobs_NT: Tensor | None, expected: list[Tensor]) -> float:
     return max((row[: len(own)] - own).abs().max().item() for row, own in rows)
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize(
     "window", [{"num_iterations": 2}, {"gradient_accumulation_steps": 1, "steps_per_generation": 2}], ids=str
 )
@@ -111,7 +112,6 @@ def test_later_steps_of_a_window_have_the_log_probs_of_the_weights_that_sampled_
     assert largest_gap(second.policy_logprobs_NT, expected) > MOVED
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize("use_peft", [False, True])
 def test_the_reference_is_the_model_that_the_run_began_with(
     use_peft: bool, checkpoint: Path, tmp_path: Path, seen: Seen
@@ -123,7 +123,6 @@ def test_the_reference_is_the_model_that_the_run_began_with(
     assert_reference_is(model, seen)
 
 
-@pytest.mark.ci
 def test_the_reference_of_a_run_that_continues_an_adapter_is_that_adapter(
     adapter: Path, checkpoint: Path, tmp_path: Path, seen: Seen
 ) -> None:
@@ -144,7 +143,6 @@ def assert_reference_is(model: Any, seen: Seen) -> None:
         assert (largest_gap(inputs.policy_logprobs_NT, expected) > MOVED) == (step > 0)
 
 
-@pytest.mark.ci
 def test_only_training_passes_run_in_train_mode(checkpoint: Path, tmp_path: Path, seen: Seen) -> None:
     """Shown by a layer that computes something else in train mode, as dropout and batch norm do."""
     window = {"gradient_accumulation_steps": 1, "steps_per_generation": 2}

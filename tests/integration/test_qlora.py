@@ -51,8 +51,8 @@ def stock_base(checkpoint: Path, skipped: list[str], nested: bool = False) -> An
     [
         ("qwen2_5_vl", QLORA),
         ("qwen2_5_vl", NESTED),
-        pytest.param("internvl", QLORA, marks=pytest.mark.ci),
-        pytest.param("gemma3", QLORA, marks=pytest.mark.ci),
+        ("internvl", QLORA),
+        ("gemma3", QLORA),
     ],
 )
 def test_adapters_gradients_are_those_of_peft(

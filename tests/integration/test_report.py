@@ -10,8 +10,9 @@ from rl_vlm.run.run import train
 from rl_vlm.tools.instruments import INSTRUMENTS
 from tests.helpers.tiny_run import HELD_OUT_ROWS, completions, make_config, metric_lines, weights
 
+pytestmark = pytest.mark.ci
 
-@pytest.mark.ci
+
 def test_a_run_with_a_report_is_the_run_without_one(tiny_checkpoint: Path, tmp_path: Path):
     for name in ("with", "without"):
         train(make_config(tiny_checkpoint, tmp_path / name, report=name == "with", max_steps=2), INSTRUMENTS)
@@ -27,7 +28,6 @@ def test_a_run_with_a_report_is_the_run_without_one(tiny_checkpoint: Path, tmp_p
     assert not (plain / "completions" / "images").exists()
 
 
-@pytest.mark.ci
 def test_evaluations_within_a_run_keep_their_completions(tiny_checkpoint: Path, tmp_path: Path):
     settings = {"eval_dataset_name": HELD_OUT_ROWS, "eval_steps": 1, "max_steps": 2, "report": True}
     train(make_config(tiny_checkpoint, tmp_path, **settings), INSTRUMENTS)
@@ -41,7 +41,6 @@ def test_evaluations_within_a_run_keep_their_completions(tiny_checkpoint: Path, 
     assert line["eval_reward"] == pytest.approx(sum(row["reward"] for row in rows) / 5)
 
 
-@pytest.mark.ci
 def test_each_start_is_recorded_and_a_resumed_run_writes_its_report(tiny_checkpoint: Path, tmp_path: Path):
     train(make_config(tiny_checkpoint, tmp_path, report=True, max_steps=1), INSTRUMENTS)
     first = (tmp_path / "report.html").read_text()
@@ -50,7 +49,6 @@ def test_each_start_is_recorded_and_a_resumed_run_writes_its_report(tiny_checkpo
     assert (tmp_path / "report.html").read_text() != first
 
 
-@pytest.mark.ci
 def test_a_report_that_fails_does_not_end_the_run(tiny_checkpoint: Path, tmp_path: Path, monkeypatch, caplog):
     def fail(*_: object) -> None:
         raise MemoryError("too large")
@@ -61,7 +59,6 @@ def test_a_report_that_fails_does_not_end_the_run(tiny_checkpoint: Path, tmp_pat
     assert (tmp_path / "summary.json").is_file()
 
 
-@pytest.mark.ci
 def test_a_run_that_fails_writes_its_report(tiny_checkpoint: Path, tmp_path: Path, monkeypatch):
     def fail(*_: object) -> None:
         raise RuntimeError("the loss is wrong")

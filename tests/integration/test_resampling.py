@@ -8,6 +8,8 @@ from rl_vlm.run.run import train
 from tests.helpers import tiny_run
 from tests.helpers.tiny_run import completions, make_config, metric_lines
 
+pytestmark = pytest.mark.ci
+
 EVEN = f"{__name__}:even"
 
 
@@ -28,7 +30,6 @@ def run(checkpoint: Path, output_dir: Path, rounds: int) -> dict[str, float]:
     return line
 
 
-@pytest.mark.ci
 def test_recovered_groups_are_trained_on(tiny_checkpoint, tmp_path):
     plain, resampled = run(tiny_checkpoint, tmp_path / "plain", 0), run(tiny_checkpoint, tmp_path / "resampled", 2)
     num_constant = plain["frac_reward_zero_std"] * tiny_run.NUM_ROWS
@@ -47,7 +48,6 @@ def test_recovered_groups_are_trained_on(tiny_checkpoint, tmp_path):
     assert [old["completion"] for old, _ in groups] != [new["completion"] for _, new in groups]
 
 
-@pytest.mark.ci
 def test_rounds_end_where_nothing_varies(tiny_checkpoint, tmp_path):
     config = make_config(
         tiny_checkpoint, tmp_path, reward_funcs=[tiny_run.CONSTANT], max_resampling_rounds=3, max_steps=1

@@ -8,8 +8,9 @@ import pytest
 from rl_vlm.tools.checks.rewards.sampled import sample_completions
 from tests.helpers.tiny_run import build_checkpoint, constant, make_config, token_sum
 
+pytestmark = pytest.mark.ci
 
-@pytest.mark.ci
+
 @pytest.mark.parametrize(("reward", "share"), [(constant, 1.0), (token_sum, 0.0)])
 def test_groups_without_spread(reward, share: float, tmp_path: Path) -> None:
     checkpoint = build_checkpoint(tmp_path / "model")
@@ -34,7 +35,6 @@ class Halves:
         return 1.0
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize(("credit", "share"), [("none", 1.0), ("return", 0.0), ("gigpo", 0.0)])
 def test_groups_of_equal_rewards_have_spread_if_turns_differ(credit: str, share: float, tmp_path: Path) -> None:
     """All second turns begin alike, and their returns are 1 minus the reward of the first step."""

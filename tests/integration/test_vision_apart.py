@@ -14,6 +14,8 @@ from tests.helpers.family_parity import FP32_ROUNDING, case_groups, cases, score
 from tests.helpers.tiers import FEW_FAMILIES, families_in_tiers, in_tiers
 from tests.tiny.build import TINY_FAMILIES
 
+pytestmark = pytest.mark.ci
+
 VARIANTS: dict[str, dict[str, Any]] = {
     "checkpointing": {"gradient_checkpointing": True},
     "LoRA": LORA_EVERYWHERE,
@@ -31,7 +33,6 @@ def policy(checkpoint: Path) -> Policy:
     return make_policy(checkpoint)
 
 
-@pytest.mark.ci
 def test_gradients_are_those_of_whole_groups_and_of_the_models_own_forward(
     family: str, policy: Policy, checkpoint: Path
 ) -> None:
@@ -53,8 +54,7 @@ def test_gradients_are_those_of_whole_groups_and_of_the_models_own_forward(
         assert gradient_error(found, stock_scores(policy, groups).gradients) <= bound, case
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("variant", in_tiers(VARIANTS, fast={"checkpointing", "LoRA, checkpointing"}, ci=()))
+@pytest.mark.parametrize("variant", in_tiers(VARIANTS, fast=(), ci={"checkpointing", "LoRA, checkpointing"}))
 def test_gradients_for_each_way_to_train(family: str, checkpoint: Path, variant: str) -> None:
     policy = make_policy(checkpoint, **VARIANTS[variant])
     case = "several prompts" if "several prompts" in cases(family) else "two images"
