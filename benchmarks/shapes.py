@@ -74,7 +74,7 @@ NARROW: Shape = (
     {"depth": 3, "hidden_size": 64, "num_heads": 2, "intermediate_size": 192, "patch_size": 7,
      "window_size": 56, "fullatt_block_indexes": [2]},
 )  # fmt: skip
-"""One million parameters, for batches of 130,000 tokens in the memory of a CPU."""
+"""One million parameters, for prompts with videos of 8,192 tokens on a CPU."""
 MEDIUM: Shape = (
     {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 8, "num_key_value_heads": 2,
      "intermediate_size": 4096, "vocab_size": 16384, "mrope_section": [16, 24, 24]},

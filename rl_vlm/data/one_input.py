@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def has_one_input(processor: Any) -> bool:
-    """Return whether a processor names the pixels of videos as those of images."""
+    """Return whether a processor returns pixels of videos under the name of image pixels."""
     video_processor = getattr(processor, "video_processor", None)
     return video_processor is not None and "pixel_values" in video_processor.model_input_names
 

@@ -1,4 +1,4 @@
-"""Completions, turns and observations, and what is needed to sample them."""
+"""Completions, turns and observations, and the requests to sample them."""
 
 from __future__ import annotations
 
@@ -311,7 +311,7 @@ class Completion:
         return self.token_ids[-last:] if isinstance(last, int) and last else self.token_ids[:0]
 
     def so_far(self) -> Path:
-        """Return the tokens that the next turn follows: those of `parts_so_far`."""
+        """Return the tokens of `parts_so_far`, which the next turn follows."""
         parts = self.parts_so_far
         num_sampled = sum(part for part in parts if isinstance(part, int))
         return Path.of(parts, self.token_ids[len(self.token_ids) - num_sampled :])

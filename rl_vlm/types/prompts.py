@@ -53,11 +53,11 @@ class Sample:
 
     @property
     def own_images(self) -> list[Image]:
-        """Those of `images` that are no frames of a video."""
+        """The row's images, without frames of videos."""
         return self.without_frames(self.images)
 
     def without_frames(self, values: Sequence[T]) -> list[T]:
-        """Return those of one value per image, or of no values, that belong to no frame of a video."""
+        """Leave out the values of video frames, from one value per image or from none."""
         pairs = zip(self.frame_starts, self.frames_of, strict=True)
         frames = {start + i for start, video in pairs for i in range(len(video.frames))}
         return [value for i, value in enumerate(values) if i not in frames]

@@ -78,8 +78,8 @@ def check_limits(processor: Any, data: DataConfig) -> None:
 def frame_limits(processor: Any, num_frames: int, data: DataConfig) -> FrameLimits:
     """Return the limits of one frame. The settings replace the limits of the checkpoint.
 
-    Qwen2-VL's processor limits one frame, and those of Qwen3-VL and GLM all frames together. The two of Qwen also cap a
-    frame so that long videos stay within `max_video_tokens`, as their authors do.
+    Qwen2-VL's processor limits one frame. The processors of Qwen3-VL and GLM limit all frames together. Both processors
+    of Qwen also cap a frame so that long videos stay within `max_video_tokens`, as their authors do.
     """
     own = dict(processor.size)
     least, most, factor = own["shortest_edge"], own["longest_edge"], unit(processor)
