@@ -19,6 +19,7 @@ from rewards.answers.yes_no import yes_no
 from rewards.contract import Fault
 from rewards.registry import BUILT_INS, TIMEOUTS
 from rewards.worker import Worker
+from tests.helpers.cpu_time import stays_within
 
 RNG = random.Random(0)
 LONG = [
@@ -50,9 +51,10 @@ ODD = ["\x00", "\ud800", "٧", "７", "²", "Ⅶ", "\u202e8", "nan", "inf", "-in
 @pytest.mark.parametrize("text", [*LONG, *ODD], ids=lambda text: ascii(text[:12]))
 @pytest.mark.parametrize("function", [counting, yes_no, short_answer, maths, partial(counting, partial=True)])
 def test_long_and_odd_answers_score_zero_in_bounded_time(function: Callable[..., Any], text: str) -> None:
-    started = time.process_time()
-    assert function([text], ["no" if function is yes_no else 1]) == [0.0]
-    assert time.process_time() - started < 20.0  # without bounds it would be minutes
+    scores: list[Any] = []
+    gold = "no" if function is yes_no else 1
+    assert stays_within(20.0, lambda: scores.extend(function([text], [gold])))  # without bounds it would be minutes
+    assert set(scores) == {0.0}
 
 
 def latex_pairs() -> list[tuple[str, str]]:
@@ -288,9 +290,8 @@ def test_short_answers_beyond_squad(text, gold, score):
 
 @pytest.mark.parametrize("text", ["1," * 100_000, "1,111" * 40_000, "-" * 200_000, "1,111," * 40_000])
 def test_long_short_answers_take_no_time(text):
-    started = time.process_time()
     assert short_answer([text], ["7"]) == [0.0]
-    assert time.process_time() - started < 2.0
+    assert stays_within(2.0, lambda: short_answer([text], ["7"]))
 
 
 def test_short_answer_refuses_an_unknown_metric():

@@ -5,7 +5,6 @@ import io
 import itertools
 import json
 import random
-import time
 from typing import Any
 
 import numpy as np
@@ -24,6 +23,7 @@ from rewards.grounding.detection_map_length import detection_map_length
 from rewards.grounding.giou import giou
 from rewards.grounding.iou import iou
 from rewards.grounding.point_in_box import point_in_box
+from tests.helpers.cpu_time import stays_within
 
 FUNCTIONS = [boxes_f1, detection_map, detection_map_length, giou, iou, point_in_box]
 NUM_CASES = [200, pytest.param(1000, marks=pytest.mark.slow)]
@@ -385,9 +385,8 @@ def test_no_gold_answer_means_does_not_apply(function, gold):
 )  # fmt: skip
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_junk_scores_zero_in_no_time(function, junk):
-    started = time.process_time()
     assert score(function, junk, [[10, 10, 50, 50]]) == 0.0
-    assert time.process_time() - started < 3.0
+    assert stays_within(3.0, lambda: score(function, junk, [[10, 10, 50, 50]]))
 
 
 def test_random_junk_is_a_finite_score(cases):

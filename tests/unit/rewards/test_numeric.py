@@ -1,9 +1,8 @@
-import time
-
 import pytest
 
 from rewards.answers.numeric import numeric, parse_quantity
 from rewards.contract import Fault
+from tests.helpers.cpu_time import stays_within
 
 
 @pytest.mark.parametrize(
@@ -128,9 +127,8 @@ def test_conversational_completions():
 
 @pytest.mark.parametrize("text", ["1," * 300_000, " " * 300_000 + "x", "1 " * 40, "7" + "a" * 90 + "!"])
 def test_long_outputs_take_no_time(text):
-    started = time.process_time()
     assert numeric([text], ["7"]) == [0.0]
-    assert time.process_time() - started < 1.0
+    assert stays_within(1.0, lambda: numeric([text], ["7"]))
 
 
 # Definitions of the units: an inch is 2.54 cm, a litre 1,000 cm³, a mile 1,609.344 m, a kilowatt-hour 3.6 MJ.

@@ -1,7 +1,6 @@
 """The reward functions of videos, beyond the tables of docs/built_in_rewards.md."""
 
 import math
-import time
 from typing import Any, cast
 
 import pytest
@@ -12,6 +11,7 @@ from rewards.temporal.order import order
 from rewards.temporal.temporal_iou import temporal_iou
 from rewards.temporal.temporal_recall import temporal_recall
 from rewards.temporal.time_distance import time_distance
+from tests.helpers.cpu_time import stays_within
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,6 @@ def test_order_counts_pairs():
 
 @pytest.mark.parametrize("unit", ["1", "1 to ", "[", "1:", ", ", " ", "1 s "])
 def test_long_answers_take_little_time(unit: str):
-    start = time.process_time()
     golds: list[Any] = [(temporal_iou, [1, 2]), (temporal_recall, [1, 2]), (time_distance, 1), (order, "a, b")]
     assert [function([unit * 50_000], [gold]) for function, gold in golds] == [[0.0]] * 4
-    assert time.process_time() - start < 2
+    assert stays_within(2.0, lambda: [function([unit * 50_000], [gold]) for function, gold in golds])
