@@ -16,10 +16,12 @@ import re
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
+from rl_vlm.config.own_code import class_name, has_own_code
 from rl_vlm.errors import ModelError, shorten
 from rl_vlm.model.family import Family, rope_positions, text_positions
-from rl_vlm.model.remote.code import create, has_own_code
+from rl_vlm.model.remote.code import create
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -48,7 +50,7 @@ def derived_family(config: PreTrainedConfig) -> Family:
 
 def derive(config: PreTrainedConfig) -> Family:
     """Return the facts of a model, as `derived_family` does, without a look at the known ones."""
-    model, name = empty_model(config), config.model_type
+    model, name = empty_model(config), named(config)
     if getattr(config, "is_encoder_decoder", False):
         raise refusal(name, "it is an encoder and a decoder, and not one language model")
     if not hasattr(model.base_model, "get_image_features"):
@@ -68,9 +70,15 @@ def derive(config: PreTrainedConfig) -> Family:
         row_positions=rope_positions if hasattr(model.base_model, "get_rope_index") else text_positions,
         image_token=image_token,
         other_placeholders=tuple(each for each in vars(config) if re.fullmatch(PLACEHOLDER, each)),
+        first_images_only=getattr(model, "first_images_only", None),
         unshardable=UNSHARDABLE,
         is_derived=True,
     )
+
+
+def named(config: PreTrainedConfig) -> str:
+    """Return the `model_type`, or the name of the model's class if its own code has no `model_type`."""
+    return config.model_type or class_name(config)
 
 
 def refusal(model_type: str, reason: str) -> ModelError:
@@ -84,21 +92,24 @@ def empty_model(config: PreTrainedConfig) -> Any:
         with torch.device("meta"):
             return create(copy.deepcopy(config), is_trusted=has_own_code(config))
     except Exception as error:  # of the model's own code
-        raise refusal(config.model_type, f"it cannot be created ({type(error).__name__}: {shorten(error)})") from error
+        raise refusal(named(config), f"it cannot be created ({type(error).__name__}: {shorten(error)})") from error
 
 
 def modules_beside_language(model: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the paths of parts that are not the language model, its embeddings or its head: for images, and for audio.
 
-    The vision tower comes first, if transformers names one. Vectors of the base model are for images.
+    The vision tower comes first, if transformers names one. It can be inside the language model (CogVLM). Vectors of
+    the base model are for images.
     """
     base, tower = model.base_model, model.get_encoder(modality="image")
     inside = {model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()}
     parts = {name: part for name, part in base.named_children() if inside.isdisjoint(part.modules())}
+    decoder: nn.Module = model.get_decoder()
+    within = [path for path, part in base.named_modules() if part is tower and tower in list(decoder.modules())[1:]]
     audio = [name for name in parts if AUDIO.search(name)]
     first = [name for name, part in parts.items() if tower in part.modules()]
     vectors = [name for name, _ in base.named_parameters(recurse=False)]
-    images = [name for name in dict.fromkeys([*first, *parts, *vectors]) if name not in audio]
+    images = [name for name in dict.fromkeys([*within, *first, *parts, *vectors]) if name not in audio]
     root = next(path for path, module in model.named_modules() if module is base)
     prefix = f"{root}." if root else ""
     return tuple(f"{prefix}{name}" for name in images), tuple(f"{prefix}{name}" for name in audio)

@@ -19,7 +19,7 @@ from rl_vlm.model.projection import (
     paddleocr_features,
     perception_features,
 )
-from rl_vlm.model.remote.code import has_own_code
+from rl_vlm.config.own_code import has_own_code
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

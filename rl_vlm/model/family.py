@@ -233,5 +233,7 @@ class Family:
         return [p for name, p in model.named_parameters() if f"{name}.".startswith(self.vision_prefixes)]
 
 
-PROJECTORS_WITHIN = ("merger", "deepstack_merger_list", "merger_list", "patch_merger", "multimodal_embedder")
-"""Projectors of towers that contain them (Qwen, GLM, Hunyuan, Gemma 4)."""
+PROJECTORS_WITHIN = (
+    "merger", "deepstack_merger_list", "merger_list", "patch_merger", "multimodal_embedder", "conv", "linear_proj",
+)  # fmt: skip
+"""Projectors of towers that contain them (Qwen, GLM, Hunyuan, Gemma 4, CogVLM)."""

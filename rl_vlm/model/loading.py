@@ -20,6 +20,7 @@ import torch
 
 from rl_vlm.config.adapters import base_of
 from rl_vlm.config.function_names import names_function
+from rl_vlm.config.own_code import has_own_code
 from rl_vlm.config.parts import PARTS, as_names, named_parts
 from rl_vlm.config.schema import MemoryConfig, ModelConfig, RunConfig
 from rl_vlm.distributed.layers import parameters_without_storage, received
@@ -41,7 +42,7 @@ from rl_vlm.model.lora import adapter_targets, check_adapter_settings, check_mod
 from rl_vlm.model.policy import Policy, base_model
 from rl_vlm.model.quantization import checkpoint_config, is_in_4bit, keep_format, load_in_4bit, refuse_quantized
 from rl_vlm.model.recomputation import enable_recomputation
-from rl_vlm.model.remote.code import create, has_own_code, model_class
+from rl_vlm.model.remote.code import create, model_class
 from rl_vlm.model.shared_prefix import enable_shared_rows, routes_attention
 from rl_vlm.model.shared_state import STATE_LAYERS, cannot_share_states, enable_shared_states
 from rl_vlm.model.trainable import freeze_untrained

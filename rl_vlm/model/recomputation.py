@@ -19,12 +19,18 @@ Part = Literal["vision_tower", "language_model"]
 def enable_recomputation(model: PreTrainedModel, family: Family, memory: MemoryConfig) -> None:
     """Recompute activations of a part, or of all layers, in the backward pass, as `gradient_checkpointing` says.
 
-    Call this after `requires_grad` of all weights is set. Raises ConfigError if only a frozen vision tower would be
-    recomputed, or if no layer of the part can be recomputed.
+    Call this after `requires_grad` of all weights is set. Raises ConfigError if the model's code cannot recompute, if
+    only a frozen vision tower would be recomputed, or if no layer of the part can be recomputed.
     """
     part = memory.gradient_checkpointing
     if not part:
         return
+    if not model.supports_gradient_checkpointing:
+        raise ConfigError(
+            f"memory.gradient_checkpointing: {str(part).lower()} is not possible: {type(model).__name__}, the model's "
+            "code, does not support it. Set it to false. memory.activation_offloading: true needs less GPU memory as "
+            "well, and so does model.use_peft: true"
+        )
     if part == "vision_tower" and not trains_tower(model, family):
         raise ConfigError(
             "memory.gradient_checkpointing: vision_tower has no effect, because no weight of the vision tower is "

@@ -116,7 +116,7 @@ def enable_batched_windows(model: PreTrainedModel, family: Family) -> None:
     from transformers import AttentionInterface
 
     tower = model.get_submodule(family.vision_modules[0])
-    if model.config.vision_config._attn_implementation == "sdpa" and any(map(takes_lengths, tower.modules())):
+    if any(map(takes_lengths, tower.modules())) and model.config.vision_config._attn_implementation == "sdpa":
         AttentionInterface.register(BATCHED, batched_attention)
         model.set_attn_implementation({"vision_config": BATCHED})
 

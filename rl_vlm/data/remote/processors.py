@@ -5,15 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rl_vlm.config.adapters import base_of
+from rl_vlm.config.own_code import class_name, has_own_code
 from rl_vlm.config.schema import ModelConfig
+from rl_vlm.data.remote.cogvlm import CogVLMProcessor
 from rl_vlm.data.remote.internvl import InternVLProcessor
 from rl_vlm.data.remote.minicpmv import MiniCPMVProcessor
 
 if TYPE_CHECKING:
     from transformers import ProcessorMixin
 
-PROCESSORS = {"internvl_chat": InternVLProcessor, "minicpmv": MiniCPMVProcessor}
-"""By `model_type`, written from published signatures. None has run on a real checkpoint."""
+PROCESSORS = {
+    "InternVLChatModel": InternVLProcessor, "MiniCPMV": MiniCPMVProcessor, "CogVLMForCausalLM": CogVLMProcessor,
+}  # fmt: skip
+"""By the model's published class, written from published signatures. None has run on a real checkpoint."""
 
 
 def own_processor(path: str, model: ModelConfig) -> ProcessorMixin | None:
@@ -24,6 +28,5 @@ def own_processor(path: str, model: ModelConfig) -> ProcessorMixin | None:
         return None
     source: dict[str, Any] = {"revision": model.model_revision, "trust_remote_code": True}
     config = AutoConfig.from_pretrained(base_of(path), **source)
-    found: Any = PROCESSORS.get(config.model_type)
-    has_own_code = type(config).__module__.startswith("transformers_modules.")
-    return found.load(path, config, source) if found and has_own_code else None
+    found: Any = PROCESSORS.get(class_name(config)) if has_own_code(config) else None
+    return found.load(path, config, source) if found else None

@@ -6,14 +6,24 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rl_vlm.config.own_code import (
+    AUTO_CLASSES,
+    auto_name,
+    class_name,
+    conversation_image_token,
+    has_own_code,
+    own_class,
+)
 from rl_vlm.errors import ModelError
-from rl_vlm.model.remote.kinds import OWN_KINDS
+from rl_vlm.model.remote.kinds import OWN_KINDS, OwnKind
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-AUTO_CLASSES = ("AutoModelForImageTextToText", "AutoModelForCausalLM", "AutoModel")
-"""transformers' classes under which an `auto_map` names a model that generates text. Earlier ones come first."""
+
+def own_kind(config: PreTrainedConfig) -> OwnKind | None:
+    """Return the kind of a model that is reached by an adapter, or None for any other."""
+    return OWN_KINDS.get(class_name(config)) if has_own_code(config) else None
 
 
 def model_class(config: PreTrainedConfig, is_trusted: bool) -> Any:
@@ -22,23 +32,14 @@ def model_class(config: PreTrainedConfig, is_trusted: bool) -> Any:
     `auto_map` names the code's class. A kind of model in `OWN_KINDS` gets its adapter.
     """
     import transformers
-    from transformers.dynamic_module_utils import get_class_from_dynamic_module
     from transformers.models.auto.auto_factory import add_generation_mixin_to_remote_model
 
     name, named = auto_name(config), getattr(config, "auto_map", None) or {}
     if not is_trusted or name not in named:
         return getattr(transformers, AUTO_CLASSES[0])
-    commit = getattr(config, "_commit_hash", None)  # of a name on the hub; code of another repository has its own
-    found: Any = get_class_from_dynamic_module(named[name], config._name_or_path, revision=commit)
+    found, kind = own_class(config), own_kind(config)
     found.register_for_auto_class(name)
-    kind = OWN_KINDS.get(config.model_type)
     return add_generation_mixin_to_remote_model(found) if kind is None else kind.adapted(found)
-
-
-def auto_name(config: PreTrainedConfig) -> str:
-    """Return the first name in `AUTO_CLASSES` that the config's `auto_map` has."""
-    named = getattr(config, "auto_map", None) or {}
-    return next((name for name in AUTO_CLASSES if name in named), AUTO_CLASSES[0])
 
 
 def create(config: PreTrainedConfig, is_trusted: bool, **arguments: Any) -> Any:
@@ -50,29 +51,33 @@ def create(config: PreTrainedConfig, is_trusted: bool, **arguments: Any) -> Any:
 
 def with_placeholder(config: Any, source: str, revision: str) -> Any:
     """Add the id of the image token to the config of a kind in `OWN_KINDS`, whose code gets it from the tokenizer."""
-    kind = OWN_KINDS.get(config.model_type) if has_own_code(config) else None
+    kind = own_kind(config)
     if kind is not None:
         kind.complete(config)
         if getattr(config, "image_token_id", None) is None:
-            config.image_token_id = token_id(kind.image_token, source, revision)
+            config.image_token_id = (
+                conversation_image_token(config, tokenizer_of(source, revision))
+                if kind.image_token is None
+                else token_id(kind.image_token, source, revision)
+            )
     return config
 
 
 @cache
 def token_id(token: str, source: str, revision: str) -> int:
     """Return the id of a token. Raises ModelError if the checkpoint's tokenizer does not have it."""
-    from transformers import AutoTokenizer
-
-    tokenizer: Any = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=True)
-    found = tokenizer.get_vocab().get(token)
+    found = tokenizer_of(source, revision).get_vocab().get(token)
     if found is None:
         raise ModelError(f"the tokenizer of {source} has no token {token!r}, which takes the place of images")
     return found
 
 
-def has_own_code(config: PreTrainedConfig) -> bool:
-    """Return whether a config was loaded from code that came with its checkpoint."""
-    return type(config).__module__.startswith("transformers_modules.")
+@cache
+def tokenizer_of(source: str, revision: str) -> Any:
+    """Load the tokenizer of a checkpoint whose code is trusted."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=True)
 
 
 def save_code(model: PreTrainedModel, directory: Path) -> None:

@@ -9,15 +9,12 @@ The published class has `vision_model`, `mlp1` and `language_model`, and
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel as Own
-else:
-    Own = object
+from rl_vlm.model.remote.base import OwnModelOfParts
 
 IMAGE_TOKEN = "<IMG_CONTEXT>"
 
@@ -27,32 +24,15 @@ def complete(config: Any) -> None:
     config.text_config = config.llm_config
 
 
-class InternVLChat(Own):
+class InternVLChat(OwnModelOfParts):
     """Goes before `InternVLChatModel` of the checkpoint's code."""
 
     language_model: Any
-    vision_model: Any
-    base_model_prefix = ""
-    """The model is its own base model. The published value is the language model, which sees no images."""
+    language, tower = "language_model", "vision_model"
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         self.img_context_token_id = config.image_token_id
-        if not hasattr(self, "all_tied_weights_keys"):  # the code is older than transformers 5, which needs this call
-            self.post_init()
-
-    def get_input_embeddings(self) -> Any:
-        return self.language_model.get_input_embeddings()
-
-    def get_output_embeddings(self) -> Any:
-        return self.language_model.get_output_embeddings()
-
-    def get_decoder(self) -> Any:
-        return self.language_model.get_decoder()
-
-    def get_encoder(self, modality: str | None = None) -> nn.Module:
-        """Return the vision tower."""
-        return self.vision_model
 
     def get_image_features(self, pixel_values: Tensor, **_: Any) -> Any:
         """Return the features of tiles in the form of transformers' models."""

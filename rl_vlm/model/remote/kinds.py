@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rl_vlm.model.remote import internvl, minicpmv
+from rl_vlm.model.remote import cogvlm, internvl, minicpmv
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class OwnKind:
-    """How the models of one `model_type` are reached."""
+    """How the models of one class are reached."""
 
-    image_token: str
-    """The token that takes the place of image features."""
+    image_token: str | None
+    """The token that takes the place of image features. None: the code's own function says it."""
     before: type
     """The class before the code's class."""
     complete: Callable[[PreTrainedConfig], None]
@@ -36,7 +36,9 @@ class OwnKind:
 
 
 OWN_KINDS = {
-    "internvl_chat": OwnKind(internvl.IMAGE_TOKEN, internvl.InternVLChat, internvl.complete),
-    "minicpmv": OwnKind(minicpmv.IMAGE_TOKEN, minicpmv.MiniCPMV, minicpmv.complete),
+    "InternVLChatModel": OwnKind(internvl.IMAGE_TOKEN, internvl.InternVLChat, internvl.complete),
+    "MiniCPMV": OwnKind(minicpmv.IMAGE_TOKEN, minicpmv.MiniCPMV, minicpmv.complete),
+    "CogVLMForCausalLM": OwnKind(None, cogvlm.CogVLM, cogvlm.complete),
 }
-"""Adapters by `model_type`, written from published signatures. None has run on a real checkpoint."""
+"""Adapters by the name of the published class, since CogVLM has no `model_type`. They are written from published
+signatures, and none has run on a real checkpoint."""

@@ -10,15 +10,12 @@ The published class has `llm`, `vpm` and `resampler`, and
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel as Own
-else:
-    Own = object
+from rl_vlm.model.remote.base import OwnModelOfParts
 
 IMAGE_TOKEN = "<unk>"
 
@@ -27,32 +24,11 @@ def complete(config: Any) -> None:
     """Leave the config as it is: it extends the language model's."""
 
 
-class MiniCPMV(Own):
+class MiniCPMV(OwnModelOfParts):
     """Goes before `MiniCPMV` of the checkpoint's code."""
 
-    llm: Any
-    vpm: Any
     get_vllm_embedding: Any
-    base_model_prefix = ""
-    """The model is its own base model."""
-
-    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(config, *args, **kwargs)
-        if not hasattr(self, "all_tied_weights_keys"):  # the code is older than transformers 5, which needs this call
-            self.post_init()
-
-    def get_input_embeddings(self) -> Any:
-        return self.llm.get_input_embeddings()
-
-    def get_output_embeddings(self) -> Any:
-        return self.llm.get_output_embeddings()
-
-    def get_decoder(self) -> Any:
-        return self.llm.get_decoder()
-
-    def get_encoder(self, modality: str | None = None) -> nn.Module:
-        """Return the vision tower."""
-        return self.vpm
+    language, tower = "llm", "vpm"
 
     def get_image_features(self, pixel_values: Tensor, tgt_sizes: Tensor, **_: Any) -> Any:
         """Return the features of slices in the form of transformers' models.

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rl_vlm.config.own_code import class_name
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.data.images import pixel_limits
 from rl_vlm.data.prompts import PromptBuilder
@@ -17,6 +18,7 @@ from rl_vlm.data.video.sizes import has_any_size
 from rl_vlm.errors import ConfigError, ModelError
 from rl_vlm.model.families import family_of
 from rl_vlm.model.quantization import checkpoint_config
+from rl_vlm.model.remote.code import own_kind
 from rl_vlm.model.shared_state import state_layers
 from rl_vlm.rollout.vllm.videos import LOADER
 
@@ -43,8 +45,14 @@ def engine_arguments(
     """Build vLLM's engine arguments, by the names of `EngineArgs`.
 
     `lora_rank` is the rank of the adapters to send. `builder` builds the prompts; without one, they have no videos.
+    Raises ConfigError if the model is reached by an adapter of its own code, which vLLM does not have.
     """
-    vllm = config.vllm
+    vllm, found = config.vllm, read_config(config, model)
+    if own_kind(found) is not None:
+        raise ConfigError(
+            f"rollout.engine: {config.rollout.engine} cannot be used with {class_name(found)}: its own code is reached "
+            "by an adapter, and vLLM has other code for its prompts and images. Set rollout.engine: hf"
+        )
     arguments = {
         "model": model,
         "revision": config.model.model_revision,
@@ -66,7 +74,6 @@ def engine_arguments(
         arguments["enable_sleep_mode"] = vllm.vllm_enable_sleep_mode
     if lora_rank is not None:
         arguments |= {"enable_lora": True, "max_lora_rank": allowed_lora_rank(lora_rank), "max_loras": 1}
-    found = read_config(config, model)
     arguments |= media_arguments(config, found, builder) | model_arguments(config, found)
     return {name: value for name, value in arguments.items() if value is not None}
 

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModel
+import transformers
+from transformers import AutoConfig
 
+from rl_vlm.config.own_code import auto_name
 from rl_vlm.tiny.family import chat_template, layer_sizes
 from rl_vlm.tiny.tokenizer import DEFAULT_CORPUS, train_tokenizer
 
@@ -18,6 +20,7 @@ HERE = Path(__file__).parent
 SPECIAL_TOKENS = {
     "internvl_chat": ("<img>", "</img>", "<IMG_CONTEXT>"),
     "minicpmv": ("<unk>", "<image>", "</image>", "<slice>", "</slice>"),
+    "cogvlm": ("<|begin_of_text|>", "<|reserved_special_token_0|>"),
 }
 HIDDEN = 64
 
@@ -28,23 +31,33 @@ def build_remote(kind: str, directory: Path) -> Path:
     for path in (HERE / kind).glob("*.py"):
         shutil.copy(path, directory / path.name)
     tokenizer = train_tokenizer(DEFAULT_CORPUS, SPECIAL_TOKENS[kind])
-    tokenizer.chat_template = chat_template("")
+    if kind == "cogvlm":
+        tokenizer.bos_token = SPECIAL_TOKENS[kind][0]
+    else:
+        tokenizer.chat_template = chat_template("")
     tokenizer.save_pretrained(directory)
     text = layer_sizes(tokenizer, HIDDEN) | {"bos_token_id": None}
     config = CONFIGS[kind](text)
+    if kind == "cogvlm":
+        config["vision_config"]["pad_token_id"] = tokenizer.convert_tokens_to_ids(SPECIAL_TOKENS[kind][1])
     (directory / "config.json").write_text(json.dumps(config))
     for name, content in FILES.get(kind, {}).items():
         (directory / name).write_text(json.dumps(content))
-    loaded: Any = AutoConfig.from_pretrained(directory, trust_remote_code=True)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = AutoModel.from_config(loaded, trust_remote_code=True)
+        model = created(directory)
         model.post_init()
     model.save_pretrained(directory)
     (directory / "config.json").write_text(json.dumps(config))  # as it was published
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": tokenizer.eos_token_id}))
     sys.modules.pop("transformers_modules", None)
     return directory
+
+
+def created(directory: Path) -> Any:
+    """Create the model of a checkpoint as its own code does, without an adapter, with random weights."""
+    config: Any = AutoConfig.from_pretrained(directory, trust_remote_code=True)
+    return getattr(transformers, auto_name(config)).from_config(config, trust_remote_code=True)
 
 
 def internvl_config(text: dict[str, Any]) -> dict[str, Any]:
@@ -70,7 +83,20 @@ def minicpmv_config(text: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-CONFIGS = {"internvl_chat": internvl_config, "minicpmv": minicpmv_config}
+def cogvlm_config(text: dict[str, Any]) -> dict[str, Any]:
+    sizes = {name: text[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")}
+    return sizes | {
+        "architectures": ["CogVLMForCausalLM"], "num_multi_query_heads": 2, "intermediate_size": 128,
+        "eos_token_id": text["eos_token_id"], "template_version": "chat",
+        "auto_map": {
+            "AutoConfig": "configuration_cogvlm.CogVLMConfig",
+            "AutoModelForCausalLM": "modeling_cogvlm.CogVLMForCausalLM",
+        },
+        "vision_config": {"hidden_size": 32, "image_size": 16, "patch_size": 4},
+    }  # fmt: skip
+
+
+CONFIGS = {"internvl_chat": internvl_config, "minicpmv": minicpmv_config, "cogvlm": cogvlm_config}
 FILES = {
     "minicpmv": {
         "preprocessor_config.json": {

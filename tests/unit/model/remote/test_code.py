@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from transformers import AutoModelForImageTextToText, PreTrainedConfig
 
+from rl_vlm.config.own_code import auto_name
 from rl_vlm.config.schema import ModelConfig
 from rl_vlm.model.files import moving_code, warn_of_moving_code
-from rl_vlm.model.remote.code import auto_name, model_class
+from rl_vlm.model.remote.code import model_class
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
