@@ -1,4 +1,4 @@
-"""Python code that comes with a checkpoint, for the folders that read prompts and models: its classes, by `auto_map`."""
+"""Python code that comes with a checkpoint: the classes that `auto_map` names, for processors and for models."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from rl_vlm.config.own_code import has_own_code
 from rl_vlm.errors import ConfigError, ModelError
 from rl_vlm.model.derived import derived_family
 from rl_vlm.model.family import Family, positions_after_videos, positions_from_one, rope_positions
@@ -19,7 +20,6 @@ from rl_vlm.model.projection import (
     paddleocr_features,
     perception_features,
 )
-from rl_vlm.config.own_code import has_own_code
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

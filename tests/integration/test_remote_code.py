@@ -13,14 +13,18 @@ from safetensors.torch import load_file
 
 from rl_vlm.config.schema import DataConfig, ModelConfig
 from rl_vlm.data.prompts import PromptBuilder, load_processor
+from rl_vlm.errors import ModelError
+from rl_vlm.evaluation.run import evaluate_run
 from rl_vlm.model.loading import load_policy
+from rl_vlm.model.remote.cogvlm import CogVLM
 from rl_vlm.run.run import train
 from rl_vlm.tools.export.write import export
 from rl_vlm.types import Prompt
 from tests.helpers.builders import noise_image
 from tests.helpers.remote_code.build import build_remote, created
+from tests.helpers.resuming import assert_same_run, resumed, train_until
 from tests.helpers.stock import model_inputs
-from tests.helpers.tiny_run import make_config
+from tests.helpers.tiny_run import COIN, HELD_OUT_ROWS, TOKEN_SUM, make_config
 from tests.unit.data.remote.test_processors import sample_of
 
 KINDS = ["internvl_chat", "minicpmv", "cogvlm"]
@@ -131,4 +135,36 @@ def test_an_adapter_of_it_trains_and_resumes(kind: str, checkpoint: Path, tmp_pa
     again = {"resume_from_checkpoint": "auto", "max_steps": 2}
     train(make_config(checkpoint, tmp_path, trust_remote_code=True, **parts, **again))
     stored = load_file(tmp_path / "checkpoint-2" / "adapter_model.safetensors")
-    assert stored and all(tensor.any() for tensor in stored.values())
+    unused = tuple(name.rpartition(".weight")[0] for name in WITHOUT_GRADIENT.get(kind, ()))
+    zero = {name for name, tensor in stored.items() if not tensor.any()}
+    assert stored and len(zero) == len(unused) and all(any(part in name for part in unused) for name in zero)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("settings", [{"dtype": "bfloat16"}, {"use_peft": True, "lora_r": 4}], ids=["all", "lora"])
+def test_a_killed_run_resumes_exactly_and_is_evaluated(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = build_remote("cogvlm", tmp_path / "cogvlm")
+    given = settings | {"trust_remote_code": True, "max_steps": 3, "reward_funcs": [TOKEN_SUM, COIN]}
+    whole, killed = (make_config(checkpoint, tmp_path / name, **given) for name in ("whole", "killed"))
+    train(whole)
+    train_until(2, killed, monkeypatch)
+    train(resumed(killed))
+    assert_same_run(tmp_path / "killed", tmp_path / "whole", last=3)
+    evaluated = {"model_name_or_path": str(tmp_path / "killed" / "checkpoint-3"), "eval_dataset_name": HELD_OUT_ROWS}
+    summary = evaluate_run(make_config(checkpoint, tmp_path / "evaluated", trust_remote_code=True, **evaluated))
+    assert summary["num_samples"] == 5
+
+
+@pytest.mark.ci
+def test_the_proof_finds_positions_that_the_published_code_does_not_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def one_after_the_other(model: Any, input_ids: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
+        return torch.arange(input_ids.shape[1])[None, None], None
+
+    monkeypatch.setattr(CogVLM, "get_rope_index", one_after_the_other)
+    config = make_config(build_remote("cogvlm", tmp_path / "cogvlm"), tmp_path / "run", trust_remote_code=True)
+    with pytest.raises(ModelError, match="Dense rows and the model's own forward differ"):
+        train(config)

@@ -1,7 +1,7 @@
 """The code of CogVLM and CogVLM2 (`CogVLMForCausalLM`): the adapter of its model.
 
-The published class has `lm_head` and `model`: embeddings, layers, and the vision tower `vision`. Layers have weights for
-images and weights for text, and choose by `token_type_ids`.
+The published class has `lm_head` and `model`: embeddings, layers, and the vision tower `vision`. Layers have weights
+for images and weights for text, and choose by `token_type_ids`.
 
     model.encode_images(images)    images [[tensor], ...] of each row: (images, tokens per image, hidden)
     model.llm_forward(...)         the layers on `inputs_embeds`; keys and values are tuples, as `past_key_values` too

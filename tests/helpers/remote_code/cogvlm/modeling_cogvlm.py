@@ -110,7 +110,9 @@ class VisionExpertAttention(nn.Module):
         scores = query @ key.transpose(-1, -2) / self.head_dim**0.5 + attention_mask
         context = scores.softmax(-1, dtype=torch.float32).to(query.dtype) @ value
         context = context.transpose(1, 2).flatten(2).to(hidden.dtype)
-        output = routed(context, token_type_ids, self.vision_expert_dense, self.language_expert_dense, context.shape[-1])
+        output = routed(
+            context, token_type_ids, self.vision_expert_dense, self.language_expert_dense, context.shape[-1]
+        )
         return output, present
 
 

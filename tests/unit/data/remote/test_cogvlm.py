@@ -84,7 +84,10 @@ def test_parts_of_a_conversation_have_no_first_token(checkpoint: Path) -> None:
     [
         (sample_of("?", SQUARE, WIDE), "CogVLM's code takes one image per prompt, and this one has 2"),
         (conversation(("system", "Be brief."), ("user", "?")), "and these messages are of system, user"),
-        (conversation(("user", "?"), ("assistant", "So")), "with a question last, and these messages are of user, assi"),
+        (
+            conversation(("user", "?"), ("assistant", "So")),
+            "with a question last, and these messages are of user, assi",
+        ),
         (sample_of(f"What is {IMAGE}?", SQUARE), "which the model reads as a place for pixels"),
     ],
 )
@@ -94,7 +97,9 @@ def test_prompts_that_the_code_cannot_build_are_refused(checkpoint: Path, sample
 
 
 def test_the_code_chooses_the_size_of_images(checkpoint: Path) -> None:
-    with pytest.raises(ConfigError, match=r"data.max_pixels has no effect on .*, whose code chooses the size of images"):
+    with pytest.raises(
+        ConfigError, match=r"data.max_pixels has no effect on .*, whose code chooses the size of images"
+    ):
         load_processor(str(checkpoint), settings(checkpoint), DataConfig(max_pixels=400))
 
 
