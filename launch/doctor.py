@@ -5,12 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from typing import TYPE_CHECKING
 
 from launch.help import path
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.errors import ConfigError
 from rl_vlm.log.files import check_output, output
 from rl_vlm.log.terminal import hide_bars_of_libraries, is_first_process
+
+if TYPE_CHECKING:
+    from rl_vlm.tools.checks.diagnosis import Checking
 
 
 def add_doctor_flags(parser: argparse.ArgumentParser) -> None:
@@ -23,7 +27,7 @@ def add_doctor_flags(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--ranks", action="store_true",
-        help="under the launcher of the run: compare all ranks with rank 0, and load nothing",
+        help="under the launcher of the run: compare all ranks with rank 0, then take two steps on all of them",
     )  # fmt: skip
     parser.add_argument("--json", type=path, metavar="FILE", help="write all findings; docs/doctor.md has the keys")
 
@@ -41,14 +45,12 @@ def doctor_command(config: RunConfig, options: argparse.Namespace) -> int:
 
     if options.json is not None:
         check_output(options.json, "--json")
+    hide_bars_of_libraries()
     if options.ranks:
-        from rl_vlm.tools.checks.ranks import compare_ranks
-
-        diagnosis = collect(compare_ranks(config))
+        diagnosis = collect(examine_ranks(config, with_model=not options.no_model))
     else:
         from rl_vlm.tools.checks.table import examine
 
-        hide_bars_of_libraries()
         diagnosis = examine(config, with_model=not options.no_model, decode=options.pixels)
     if is_first_process():
         print(report_text(diagnosis), end="")
@@ -57,3 +59,22 @@ def doctor_command(config: RunConfig, options: argparse.Namespace) -> int:
             with output(options.json, "--json") as file:
                 file.write_text(f"{text}\n", encoding="utf-8")
     return diagnosis.status
+
+
+def examine_ranks(config: RunConfig, with_model: bool) -> Checking[None]:
+    """Compare all ranks with rank 0. If no difference is an error, and `with_model`, take two steps on all of them."""
+    from rl_vlm.errors import Finding
+    from rl_vlm.tools.checks.diagnosis import Note
+    from rl_vlm.tools.checks.ranks import Exchange, compare_ranks
+
+    exchange, differ = Exchange(), False
+    for found in compare_ranks(config, exchange):
+        yield found
+        differ = differ or (isinstance(found, Finding) and found.severity == "error")
+    if differ or not with_model:
+        reason = "the ranks differ" if differ else "--no-model is set"
+        yield Note(f"two steps of the run on all ranks: {reason}", is_checked=False)
+        return
+    from rl_vlm.tools.checks.rank_steps import two_steps_on_ranks  # loads all modules of a run
+
+    yield from two_steps_on_ranks(config, exchange)

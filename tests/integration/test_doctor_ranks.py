@@ -14,7 +14,10 @@ import pytest
 from rl_vlm.config.describe import to_yaml
 from rl_vlm.rollout.vllm.process import LOOPBACK, free_port
 from rl_vlm.tools.checks import ranks
-from tests.helpers.tiny_run import make_config
+from rl_vlm.tools.checks.diagnosis import Note
+from rl_vlm.tools.checks.rank_steps import has_model, settings_on_ranks, two_steps_on_ranks, why_not_taken
+from tests.helpers.builders import noise_image
+from tests.helpers.tiny_run import HELD_OUT_ROWS, make_config
 from tests.helpers.two_processes import CPU, REPOSITORY
 
 
@@ -22,7 +25,9 @@ def write_machine(folder: Path, model: Path) -> None:
     """Write what a run needs into a directory that stands for a machine; all paths are relative."""
     folder.mkdir()
     shutil.copytree(model, folder / "model")
-    (folder / "rows.jsonl").write_text('{"prompt": "Which digit?", "solution": "7"}\n' * 9)
+    noise_image(16, 16, seed=0).save(folder / "digit.png")
+    rows = [{"prompt": f"Which digit, {i}?", "image": "digit.png", "solution": "7"} for i in range(7)]
+    (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     (folder / "mine.py").write_text("def score(completions, **_):\n    return [0.0 for _ in completions]\n")
     config = make_config("model", Path("run"), dataset_name="rows.jsonl", reward_funcs=["mine.py:score"])
     (folder / "run.yaml").write_text(to_yaml(config))
@@ -43,7 +48,7 @@ def examine(*folders: Path) -> tuple[list[int], dict]:
         path = os.pathsep.join([str(folder / "packages"), str(REPOSITORY)])
         variables = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
         processes.append(subprocess.Popen(command, cwd=folder, env=variables, stderr=subprocess.PIPE, text=True))
-    logs = [process.communicate(timeout=200)[1] for process in processes]
+    logs = [process.communicate(timeout=600)[1] for process in processes]
     assert found.exists(), logs
     return [process.returncode for process in processes], json.loads(found.read_text())
 
@@ -53,7 +58,25 @@ def test_machines_that_are_the_same_have_no_finding(tiny_checkpoint, tmp_path):
     write_machine(tmp_path / "a", tiny_checkpoint)
     statuses, found = examine(tmp_path / "a", tmp_path / "a")
     assert statuses == [0, 0] and found["findings"] == []
-    assert found["checked"][0].startswith("2 ranks: ")
+    assert found["checked"][0].startswith("2 ranks: ") and found["not_checked"] == []
+    proof = [line for line in found["checked"] if line.startswith("before the first step: ")]
+    assert proof[0].startswith("before the first step: dense rows and the same rows once more differ in log-probs")
+    assert any(
+        line.startswith("before the first step: dense rows and the model's own forward differ") for line in proof
+    )
+    assert found["checked"][-1] == "two steps of the run on 2 ranks, and a checkpoint"
+    assert not list((tmp_path / "a").glob(".rl-vlm-doctor*"))
+
+
+@pytest.mark.ci
+def test_an_error_that_would_end_the_run_on_all_ranks_is_named(tiny_checkpoint, tmp_path):
+    write_machine(tmp_path / "a", tiny_checkpoint)
+    config = tmp_path / "a" / "run.yaml"
+    config.write_text(config.read_text().replace("max_prompt_length: null", "max_prompt_length: 1"))
+    statuses, found = examine(tmp_path / "a", tmp_path / "a")
+    assert statuses == [1, 1] and found["status"] == 2
+    (finding,) = found["findings"]
+    assert finding["kind"] == "two steps of the run on all ranks" and "max_prompt_length" in finding["what"]
     assert not list((tmp_path / "a").glob(".rl-vlm-doctor*"))
 
 
@@ -83,6 +106,46 @@ def test_everything_in_which_a_machine_differs_is_named(tiny_checkpoint, tmp_pat
     assert "missing instead of" in what[4]
     assert what[6:] == ["what rank 0 writes to train.output_dir is not there"]
     assert all(finding["what"].startswith("rank 1 (") for finding in found["findings"])
+    assert found["not_checked"] == ["two steps of the run on all ranks: the ranks differ"]
+
+
+class LoneExchange(ranks.Exchange):
+    """Three ranks, of which the others have answered already."""
+
+    def __init__(self, messages: dict[str, object]) -> None:
+        self.rank, self.world_size, self.messages = 0, 3, messages
+
+    def put(self, key: str, value: object) -> None:
+        self.messages[key] = value
+
+    def take(self, key: str) -> object:
+        return self.messages[key]
+
+
+def test_steps_need_the_model_on_every_machine(tiny_checkpoint, tmp_path):
+    config = make_config(tiny_checkpoint, tmp_path / "run")
+    exchange = LoneExchange({"model/1": False, "model/2": True})
+    (note,) = two_steps_on_ranks(config, exchange)
+    assert note == Note(
+        "two steps of the run on all ranks: the model is not on the machine of rank 1; download it first", False
+    )
+    assert exchange.messages["model/0"] is True
+    assert why_not_taken(config, LoneExchange({"model/1": True, "model/2": True})) is None
+    assert not has_model("owner/not_there", "main")
+
+
+def test_steps_on_ranks_have_rows_for_each_and_no_evaluation(tmp_path):
+    evaluated = {
+        "eval_dataset_name": HELD_OUT_ROWS,
+        "eval_steps": 2,
+        "num_generations_eval": 3,
+        "eval_temperature": 0.5,
+    }
+    config = make_config("model", tmp_path, **evaluated, max_prompt_length=90)
+    found = settings_on_ranks(config, tmp_path / "folder", num_ranks=4)
+    assert (found.train.prompts_per_step, found.train.max_steps, found.model.verify) == (8, 2, "full")
+    assert found.train.output_dir == str(tmp_path / "folder") and found.data.eval_dataset_name is None
+    assert found.data.dataset_name == config.data.dataset_name and found.data.max_prompt_length == 90
 
 
 class FakeExchange(ranks.Exchange):

@@ -84,8 +84,7 @@ class CogVLM(OwnModel):
 def in_precision(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
     """Return embeddings in the precision of autocast.
 
-    The layers write the products of their linear layers into tensors of the embeddings' dtype, which must be that of
-    the products.
+    Each layer makes a tensor with the dtype of its input, and writes products of autocast into it.
     """
     device = output.device.type
     return output.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else output
@@ -100,7 +99,7 @@ def as_tuples(cache: Cache | None) -> tuple[tuple[Tensor, Tensor], ...] | None:
 
 
 def append(cache: Cache, layers: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Append the keys and values that the cache lacks. Those of `layers` are of all tokens."""
+    """Append new keys and values to a cache. `layers` have all tokens, and the first ones are in the cache."""
     for i, (keys, values) in enumerate(layers):
         known = cache.get_seq_length(i)
         cache.update(keys[:, :, known:], values[:, :, known:], i)

@@ -74,9 +74,8 @@ class Exchange:
             raise TimeoutError(f"no message {key} within {LIMIT.seconds} s") from error
 
 
-def compare_ranks(config: RunConfig) -> Checking[None]:
+def compare_ranks(config: RunConfig, exchange: Exchange) -> Checking[None]:
     """Compare all ranks with rank 0. Every rank yields the same findings."""
-    exchange = Exchange()
     with listening() as port:
         report = {"who": f"{socket.gethostname()}, process {os.getpid()}", "facts": facts_of(config)}
         report["servers"] = [finding.what for finding in unreachable_servers(config)]
@@ -89,17 +88,20 @@ def compare_ranks(config: RunConfig) -> Checking[None]:
                 exchange.put("findings", [vars(finding) for finding in judged(exchange, report)])
             for finding in exchange.take("findings"):
                 yield Finding(**finding | {"rows": ()})  # JSON has no tuples
-            end_together(exchange)
+            end_together(exchange, "told")
     compared = ", ".join(f"{len(report['facts'][kind])} {kind}" for kind in KINDS)
     yield Note(f"{exchange.world_size} ranks: {compared}; clocks, the output directory, and connections between ranks")
 
 
-def end_together(exchange: Exchange) -> None:
-    """Say that this rank has the findings. Rank 0 waits for the others, since the store ends with its process."""
-    exchange.put(f"told/{exchange.rank}", True)
+def end_together(exchange: Exchange, name: str) -> None:
+    """Say that this rank has read what it needs. Rank 0 waits for the others, since it ends the store and files.
+
+    `name` is that of the end, of which each has its own.
+    """
+    exchange.put(f"{name}/{exchange.rank}", True)
     for rank in range(1, exchange.world_size) if exchange.rank == 0 else ():
         with suppress(TimeoutError):
-            exchange.store.wait([f"told/{rank}"], timedelta(seconds=CONNECT_SECONDS))
+            exchange.store.wait([f"{name}/{rank}"], timedelta(seconds=CONNECT_SECONDS))
 
 
 def judged(exchange: Exchange, own: Mapping[str, Any]) -> Iterator[Finding]:
@@ -226,9 +228,7 @@ def unreachable_neighbour(exchange: Exchange) -> str | None:
 @contextmanager
 def shared_probe(config: RunConfig, exchange: Exchange) -> Iterator[bool]:
     """Yield whether this rank sees a file that rank 0 writes to `output_dir`, or to its first parent that exists."""
-    folder = Path(config.train.output_dir).absolute()
-    while not folder.is_dir():
-        folder = folder.parent
+    folder = existing_parent(config)
     if exchange.rank != 0:
         yield (folder / exchange.take("probe")).is_file()
         return
@@ -242,6 +242,14 @@ def shared_probe(config: RunConfig, exchange: Exchange) -> Iterator[bool]:
         yield True
     finally:
         probe.unlink()
+
+
+def existing_parent(config: RunConfig) -> Path:
+    """Return `output_dir`, or its first parent that exists."""
+    folder = Path(config.train.output_dir).absolute()
+    while not folder.is_dir():
+        folder = folder.parent
+    return folder
 
 
 def clock_offset(exchange: Exchange) -> tuple[float, float]:

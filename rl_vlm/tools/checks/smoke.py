@@ -175,9 +175,8 @@ def smoke_config(config: RunConfig, initial: str, is_evaluated: bool, num_prompt
 
     The first step trains on the first `num_prompts` rows, and proves all of them.
     """
-    values: dict[str, dict[str, Any]] = copy.deepcopy(config.model_dump())
+    values = short_settings(config, Path(config.train.output_dir) / "two_steps", num_prompts)
     values["model"]["model_name_or_path"] = initial
-    values["model"]["verify"] = "off" if config.model.verify == "off" else "full"
     values["data"] |= {
         "dataset_name": TRAINING_ROWS,
         "eval_dataset_name": HELD_OUT_ROWS if is_evaluated else None,
@@ -185,6 +184,16 @@ def smoke_config(config: RunConfig, initial: str, is_evaluated: bool, num_prompt
         "columns": {}, "ignore_columns": [], "image_root": None, "video_root": None, "max_prompt_length": None,
         "shuffle_dataset": False,
     }  # fmt: skip
+    return RunConfig.model_validate(values)
+
+
+def short_settings(config: RunConfig, output_dir: Path, num_prompts: int) -> dict[str, dict[str, Any]]:
+    """Return the run's settings, changed to two steps on its own rows, with short completions and without trackers.
+
+    The first step proves all of its rows, which are of `num_prompts` prompts.
+    """
+    values: dict[str, dict[str, Any]] = copy.deepcopy(config.model_dump())
+    values["model"]["verify"] = "off" if config.model.verify == "off" else "full"
     values["rewards"]["reward_funcs"].append({"function": f"{__name__}:spread", "name": "doctor_spread"})
     if config.rewards.reward_weights is not None:
         values["rewards"]["reward_weights"].append(1.0)
@@ -192,14 +201,14 @@ def smoke_config(config: RunConfig, initial: str, is_evaluated: bool, num_prompt
     values["rollout"]["max_completion_length"] = min(config.rollout.max_completion_length, LENGTH)
     values["rollout"]["max_turn_tokens"] = None  # it must be below that
     values["train"] |= {
-        "output_dir": str(Path(config.train.output_dir) / "two_steps"), "overwrite_output_dir": False,
+        "output_dir": str(output_dir), "overwrite_output_dir": False,
         "resume_from_checkpoint": None, "max_steps": 2, "prompts_per_step": num_prompts,
         "per_device_train_batch_size": None, "gradient_accumulation_steps": None, "steps_per_generation": None,
         "save_steps": 0, "eval_steps": 0, "load_best_model_at_end": False,
     }  # fmt: skip
     values["log"] |= {"report_to": [], "disable_tqdm": True, "num_completions_to_print": 0}
     values["log"] |= {"memory_profile": False, "report": False}
-    return RunConfig.model_validate(values)
+    return values
 
 
 def check_constant_rewards(config: RewardsConfig, usable: UsableRows, rows: Sequence[int], run: Path) -> Checking[None]:
