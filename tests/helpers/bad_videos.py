@@ -18,12 +18,15 @@ def bad_videos(folder: Path) -> dict[str, tuple[Any, str]]:
     """Write a bad video of each kind to a folder. Returns its value in a row, and a pattern of the reason, by kind."""
     frames = moving_frames(50)
     mp4, webm, mkv = (write_video(folder / f"good.{kind}", frames).read_bytes() for kind in ("mp4", "webm", "mkv"))
+    gif_start = b"GIF89a" + (2000).to_bytes(2, "little") * 2 + bytes.fromhex("800000 000000 ffffff")
+    gif_frame = bytes.fromhex("21f904000a000000 2c0000000001000100000202440100")  # one pixel of the screen changes
     front = write_video(folder / "front.mp4", frames, options={"movflags": "faststart"}).read_bytes()
     third = len(mp4) // 3
     contents = {
         "half.mp4": mp4[: len(mp4) // 2], "half_front.mp4": front[: len(front) // 2],
         "half.webm": webm[: len(webm) // 2], "half.mkv": mkv[: len(mkv) // 2],
         "damaged.mp4": mp4[:third] + bytes([90]) * 200 + mp4[third + 200 :], "empty.mp4": b"",
+        "large.gif": gif_start + gif_frame * 251 + b";",
         "text.mp4": b"not a video", "concat.mp4": b"ffconcat version 1.0\nfile good.mp4\n",
         "list.mp4": b"#EXTM3U\n#EXTINF:10,\nfile:///etc/passwd\n#EXT-X-ENDLIST\n",
     }  # fmt: skip
@@ -49,6 +52,7 @@ def bad_videos(folder: Path) -> dict[str, tuple[Any, str]]:
         "list of files": ("concat.mp4", "it is a playlist"),
         "image": ("image.mp4", r"it is an image \(PNG\), not a video"),
         "GIF of one frame": ("still.gif", r"it is an image \(GIF\) of one frame"),
+        "GIF of many pixels": ("large.gif", r"its 251 frames of 2000 × 2000 pixels have more than 1000000000 pixels"),
         "sound alone": ("sound.mp4", "the file has no video stream, only audio"),
         "codec": ("lossless.mkv", "its codec is ffv1, which is not read"),
         "too long": ("long.mp4", r"4\d* s are more than data.max_video_seconds = 3600"),

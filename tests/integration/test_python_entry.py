@@ -29,6 +29,7 @@ from tests.helpers import tiny_run
 from tests.helpers.hub_server import hub_server
 from tests.helpers.tiny_run import make_config, metric_lines
 from tests.helpers.two_processes import CPU, launch
+from tests.helpers.video_files import moving_frames, write_video
 
 NAMED = ("dataset_name", "reward_funcs")
 WITHIN_WINDOW = {"gradient_accumulation_steps": 1, "steps_per_generation": 2}
@@ -63,6 +64,31 @@ def test_the_run_is_that_of_the_same_function_and_rows_named_in_settings(tiny_ch
     assert evaluated["rewards/token_sum/mean"] == expected["eval_after"]["rewards/token_sum/mean"]
     start = made.evaluate(tiny_checkpoint)
     assert start["rewards/token_sum/mean"] == summary["eval_before"]["rewards/token_sum/mean"]
+
+
+@pytest.mark.ci
+def test_videos_in_memory_train_like_their_files(tiny_checkpoint, tmp_path):
+    rows = [{"id": str(i), "prompt": "What moves?", "video": str(tmp_path / f"{i}.mp4")} for i in range(4)]
+    for number, row in enumerate(rows):
+        write_video(Path(row["video"]), moving_frames(20 + number, 32, 32))
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    named = {"dataset_name": str(tmp_path / "rows.jsonl"), "num_frames": 4, "max_steps": 2}
+    train(make_config(tiny_checkpoint, tmp_path / "named", **named))
+
+    shown: list[Any] = []
+
+    def reward(completion_ids: list[list[int]], video_duration: Any, **_: Any) -> list[float]:
+        shown.extend(video_duration)
+        return tiny_run.token_sum(completion_ids)
+
+    reward.__name__ = "token_sum"
+    in_memory = [row | {"video": Path(row["video"]).read_bytes()} for row in rows]
+    made = trainer(
+        tiny_checkpoint, tmp_path / "run", train_dataset=in_memory, reward_funcs=reward, num_frames=4, max_steps=2
+    )
+    made.train()
+    assert metric_lines(tmp_path / "run") == metric_lines(tmp_path / "named")
+    assert shown and all(seconds in {0.8, 0.84, 0.88, 0.92} for (seconds,) in shown)
 
 
 @pytest.mark.ci

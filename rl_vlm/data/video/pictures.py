@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 MOST_FRAMES = 10_000
 """Frames of an animation. They are drawn over each other, so the last one needs all."""
+MOST_PIXELS = 1_000_000_000
+"""Pixels of all frames of an animation. Pillow draws them in about a minute if they are noise."""
 TICK = 100
 """Milliseconds of a frame of an animation that tells no time, as browsers show it."""
 
@@ -102,7 +104,13 @@ class Animation(FrameSource):
             raise ValueError(f"it is an image ({self.image.format}) of one frame, not a video; put it into `image`.")
         if count > MOST_FRAMES:
             raise TooLong(f"its {count} frames are more than {MOST_FRAMES}. Write a video file, which needs not all.")
-        self.header = Header(*self.image.size, count, None)
+        width, height = self.image.size
+        if count * width * height > MOST_PIXELS:
+            raise TooLong(
+                f"its {count} frames of {width} × {height} pixels have more than {MOST_PIXELS} pixels. Write a video "
+                "file, which needs not all."
+            )
+        self.header = Header(width, height, count, None)
 
     @cached_property
     def timeline(self) -> Timeline:

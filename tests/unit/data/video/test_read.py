@@ -22,7 +22,8 @@ from tests.helpers.bad_videos import bad_videos
 from tests.helpers.video_files import moving_frames, write_video
 
 FRAMES = moving_frames(50)
-PROBLEM_OF = {"missing": MISSING_VIDEO, "another protocol": MISSING_VIDEO, "too long": LARGE_VIDEO}
+PROBLEM_OF = {"missing": MISSING_VIDEO, "another protocol": MISSING_VIDEO, "too long": LARGE_VIDEO,
+              "GIF of many pixels": LARGE_VIDEO}  # fmt: skip
 SIX = [0, 10, 20, 29, 39, 49]
 
 
