@@ -1,4 +1,4 @@
-"""Videos as images of the prompt, for models without an input for videos."""
+"""Videos as images of a prompt or an observation, for models without an input for videos."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ from rl_vlm.data.sampler import Draw, PromptSampler
 from rl_vlm.data.samples import Rows
 from rl_vlm.distributed.signals import stop, wait_for
 from rl_vlm.errors import ConfigError, TrainingError
-from rl_vlm.types import Prompt, Sample
+from rl_vlm.types import Prompt, Sample, Video
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -107,9 +107,9 @@ class PromptLoader:
         """Build the prompt of a sample that an environment made. Raises DataError if it cannot be used."""
         return self.source.builder.build(sample)
 
-    def image_inputs(self, images: Sequence[Image]) -> dict[str, Tensor]:
-        """Return the model's inputs for the images of an observation."""
-        return self.source.builder.image_inputs(images)
+    def media_inputs(self, media: Sequence[Image | Video]) -> dict[str, Tensor]:
+        """Return the model's inputs for the images and videos of an observation."""
+        return self.source.builder.media_inputs(media)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the data."""

@@ -20,9 +20,9 @@ from weakref import WeakValueDictionary
 
 import jinja2
 
-from rl_vlm.data.prompts import PromptBuilder, join_blocks
+from rl_vlm.data.prompts import PromptBuilder, by_kind, join_blocks, kind_of, unequal_lengths
 from rl_vlm.errors import DataError, shorten
-from rl_vlm.types import Observation
+from rl_vlm.types import Observation, Video
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -57,16 +57,16 @@ class ObservationRenderer:
         self,
         name: str,
         messages: Sequence[Message],
-        images: Sequence[Image],
+        media: Sequence[Image | Video],
         files: Sequence[bytes],
         turn: Sequence[int],
         calls: Sequence[str] = (),
     ) -> Observation:
         """Render messages that follow a turn, up to the start of the next turn.
 
-        The messages have content blocks, and observed text in them must be `harmless`. Their `{"type": "image"}` blocks
-        stand for `images`, in order, and `files` are the images as files. `turn` is the turn's tokens. `calls` are the
-        names of the functions that it called. Messages of tools after them are the results, in order. `name` is how
+        The messages have content blocks, and observed text in them must be `harmless`. Their blocks of images and
+        videos stand for `media`, in order, and `files` are the same as files. `turn` is the turn's tokens. `calls` are
+        the names of the functions that it called. Messages of tools after them are the results, in order. `name` is how
         errors name the observation.
 
         Raises DataError if the template or the processor refuses the messages, or if it leaves something out.
@@ -76,46 +76,50 @@ class ObservationRenderer:
         known = self.rendered.get(key)
         if known is not None:
             return replace(known, name=name)
-        self.rendered[key] = made = self.render_anew(name, messages, images, files, turn, calls)
+        self.rendered[key] = made = self.render_anew(name, messages, media, files, turn, calls)
         return made
 
     def render_anew(
         self,
         name: str,
         messages: Sequence[Message],
-        images: Sequence[Image],
+        media: Sequence[Image | Video],
         files: Sequence[bytes],
         turn: Sequence[int],
         calls: Sequence[str],
     ) -> Observation:
         """Render messages, even if equal ones have been rendered. See `render`."""
+        images, videos = by_kind(media)
         try:
-            check_images(messages, images, files)
-            text = self.text_after_turn(messages, images, calls)
+            check_media(messages, media, files)
+            text = self.text_after_turn(messages, media, calls)
             anchor = "" if text.startswith(tuple(self.stops)) else self.stops[0]
-            token_ids, token_inputs, mm_inputs = self.builder.part(anchor + text, images)
+            token_ids, token_inputs, mm_inputs = self.builder.part(anchor + text, images, videos)
         except (ValueError, TypeError, jinja2.TemplateError) as error:
-            raise DataError(f"{name}: the model's processor refuses the observation: {error}") from error
-        if bool(mm_inputs) != bool(images):
+            advice = unequal_lengths(videos)
+            raise DataError(f"{name}: {advice}the model's processor refuses the observation: {error}") from error
+        if bool(mm_inputs) != bool(media):
             raise DataError(f"{name}: the model's chat template leaves out the images of the observation.")
+        if videos:
+            self.builder.check_tokens(text, images, videos, name)
         start = len(self.builder.part(anchor, ())[0]) if anchor else shared_length(turn, token_ids.tolist())
         token_inputs = {key: values[start:] for key, values in token_inputs.items()}
-        unexpanded = self.unexpanded_ids(anchor, text, turn) if images else ()
+        unexpanded = self.unexpanded_ids(anchor, text, turn) if media else ()
         return Observation(name, token_ids[start:], token_inputs, mm_inputs, tuple(files), unexpanded)
 
     def unexpanded_ids(self, anchor: str, text: str, turn: Sequence[int]) -> tuple[int, ...]:
-        """Return the tokens of a text that follows a turn, with one placeholder per image."""
+        """Return the tokens of a text that follows a turn, with one placeholder per image and video."""
         tokenizer = self.builder.processor.tokenizer
         ids, before = (tokenizer(part, add_special_tokens=False)["input_ids"] for part in (anchor + text, anchor))
         return tuple(ids[len(before) if anchor else shared_length(turn, ids) :])
 
-    def text_after_turn(self, messages: Sequence[Message], images: Sequence[Image], calls: Sequence[str]) -> str:
-        """Return the text that the template writes after a turn with these calls, with a placeholder per image.
+    def text_after_turn(self, messages: Sequence[Message], media: Sequence[Image | Video], calls: Sequence[str]) -> str:
+        """Return the text that the template writes after a turn with these calls, with a token per image and video.
 
         Raises ValueError if the template leaves out the turn or a text, or writes no stop token after calls.
         """
         conversation = [ASKED, marked_turn(calls), *with_call_ids(messages, calls)]
-        _, marker, text = self.builder.templated(conversation, images, tokenize=False).partition(MARKER)
+        _, marker, text = self.builder.templated(conversation, *by_kind(media), tokenize=False).partition(MARKER)
         if not marker:
             raise ValueError("the chat template leaves out the turn before it")
         if calls:
@@ -169,11 +173,11 @@ def special_tokens(builder: PromptBuilder) -> set[str]:
     return {token for token in tokens if len(token.strip()) > 1}
 
 
-def check_images(messages: Sequence[Message], images: Sequence[Image], files: Sequence[bytes]) -> None:
-    """Raise ValueError if image blocks, images and files differ in number."""
-    blocks = sum(block["type"] == "image" for message in messages for block in message["content"])
-    if not blocks == len(images) == len(files):
-        raise ValueError(f"it has {blocks} image blocks for {len(images)} images in {len(files)} files")
+def check_media(messages: Sequence[Message], media: Sequence[Image | Video], files: Sequence[bytes]) -> None:
+    """Raise ValueError if blocks of images and videos, images and videos, and files do not correspond."""
+    blocks = [block["type"] for message in messages for block in message["content"] if block["type"] != "text"]
+    if blocks != list(map(kind_of, media)) or len(media) != len(files):
+        raise ValueError(f"it has blocks {blocks} for {list(map(kind_of, media))} in {len(files)} files")
 
 
 def marked_turn(calls: Sequence[str]) -> Message:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from PIL.Image import Image
     from torch import Tensor
 
-    from rl_vlm.types import Sample
+    from rl_vlm.types import Video
 
 
 def has_one_input(processor: Any) -> bool:
@@ -16,22 +19,22 @@ def has_one_input(processor: Any) -> bool:
     return video_processor is not None and "pixel_values" in video_processor.model_input_names
 
 
-def expanded(processor: Any, text: str, sample: Sample) -> tuple[str, dict[str, Tensor]]:
+def expanded(
+    processor: Any, text: str, images: Sequence[Image], videos: Sequence[Video]
+) -> tuple[str, dict[str, Tensor]]:
     """Return a text with the processor's own text in place of each image and video, and the inputs of both.
 
     Each image and each video is processed alone, as one prompt. The inputs are in the order of the text.
     """
     import torch
 
-    videos: dict[str, Any] = {"do_sample_frames": False, "return_metadata": True, "return_tensors": "pt"}
+    form: dict[str, Any] = {"do_sample_frames": False, "return_metadata": True, "return_tensors": "pt"}
     parts = {
         "image": [
-            processor.image_processor([[image]], return_row_col_info=True, return_tensors="pt")
-            for image in sample.images
+            processor.image_processor([[image]], return_row_col_info=True, return_tensors="pt") for image in images
         ],
         "video": [
-            processor.video_processor([video.frames], video_metadata=[video.metadata], **videos)
-            for video in sample.videos
+            processor.video_processor([video.frames], video_metadata=[video.metadata], **form) for video in videos
         ],
     }
     texts = [

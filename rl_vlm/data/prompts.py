@@ -17,6 +17,7 @@ from rl_vlm.data.one_input import expanded, has_one_input
 from rl_vlm.data.remote.chat import ChatProcessor
 from rl_vlm.data.remote.processors import own_processor
 from rl_vlm.data.samples import Rows
+from rl_vlm.data.video.frames import FrameRule
 from rl_vlm.data.video.sizes import has_size, smallest_frame
 from rl_vlm.errors import ConfigError, DataError, ModelError
 from rl_vlm.types import Prompt, Sample, Video, VideoFormat
@@ -114,11 +115,11 @@ def image_token_id(processor: Any) -> int | None:
 
 
 Parts = tuple["Tensor", dict[str, "Tensor"], dict[str, "Tensor"]]
-"""Token ids (tokens,), further inputs per token, and inputs of the images."""
+"""Token ids (tokens,), further inputs per token, and inputs of images and videos."""
 
 
 def split_features(features: BatchFeature | dict[str, Tensor]) -> Parts:
-    """Split a processor's output for one text into token ids, inputs per token and inputs of images."""
+    """Split a processor's output for one text into token ids, inputs per token and inputs of images and videos."""
     found = dict(features)
     token_ids = found.pop("input_ids")  # (1, tokens)
     for name in ("attention_mask", "labels"):  # PaliGemma's processor labels the prompt, for supervised training
@@ -142,7 +143,7 @@ class SampleRenderer(Protocol):
 
     def build(self, sample: Sample) -> Prompt: ...
 
-    def image_inputs(self, images: Sequence[Image]) -> dict[str, Tensor]: ...
+    def media_inputs(self, media: Sequence[Image | Video]) -> dict[str, Tensor]: ...
 
 
 class Introduction(NamedTuple):
@@ -193,6 +194,11 @@ class PromptBuilder:
         return getattr(self.processor, "video_processor", None) if self.video_format == "native" else None
 
     @property
+    def frame_rule(self) -> FrameRule:
+        """The rule that chooses frames of videos."""
+        return FrameRule(self.data, self.video_processor)
+
+    @property
     def smallest_pixels(self) -> SmallestPixels:
         """The smallest limits on pixels that make a difference. Frames that are images use the limit of images."""
         image = smallest_max_pixels(self.processor)
@@ -217,7 +223,7 @@ class PromptBuilder:
             self._check_marks(sample)
             features = self._features(sample)
         except (ValueError, TypeError, jinja2.TemplateError) as error:
-            advice = unequal_lengths(sample)
+            advice = unequal_lengths(sample.videos)
             raise DataError(f"Sample {sample.sample_id}: {advice}the model's processor refuses it: {error}") from error
         token_ids, token_inputs, mm_inputs = split_features(features)
         image_sizes = self._image_sizes(mm_inputs) if sample.images else []
@@ -226,19 +232,25 @@ class PromptBuilder:
         self._check_length(prompt)
         return prompt
 
-    def part(self, text: str, images: Sequence[Image]) -> Parts:
-        """Return the model's inputs for a part of a rendered conversation, and for its images."""
+    def part(self, text: str, images: Sequence[Image], videos: Sequence[Video] = ()) -> Parts:
+        """Return the model's inputs for a part of a rendered conversation, and for its images and videos."""
+        if videos and has_one_input(self.processor):
+            text, inputs = expanded(self.processor, text, images, videos)
+            ids = self.processor.tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+            return split_features({"input_ids": ids} | inputs)
         features = self.processor(
-            text=[text], images=list(images) or None, return_tensors="pt", add_special_tokens=False
-        )
+            text=[text], images=list(images) or None, return_tensors="pt", add_special_tokens=False,
+            **self._frames(videos),
+        )  # fmt: skip
         return split_features(features)
 
-    def image_inputs(self, images: Sequence[Image]) -> dict[str, Tensor]:
-        """Return the model's inputs for the images of a prompt or an observation. They do not depend on its text."""
-        if not images:
+    def media_inputs(self, media: Sequence[Image | Video]) -> dict[str, Tensor]:
+        """Return the model's inputs for images and videos of an observation. They do not depend on its text."""
+        if not media:
             return {}
-        message = {"role": "user", "content": [{"type": "image"} for _ in images]}
-        return self.part(self.templated([message], images, tokenize=False), images)[2]
+        images, videos = by_kind(media)
+        message = {"role": "user", "content": [{"type": kind_of(each)} for each in media]}
+        return self.part(self.templated([message], images, videos, tokenize=False), images, videos)[2]
 
     def unexpanded_ids(self, sample: Sample) -> list[int]:
         """Return the prompt's token ids with one placeholder per image and video, for engines that expand them.
@@ -263,7 +275,7 @@ class PromptBuilder:
     def _features(self, sample: Sample) -> BatchFeature | dict[str, Tensor]:
         """Return the model's inputs for a sample."""
         if sample.videos and has_one_input(self.processor):
-            text, inputs = expanded(self.processor, self.text(sample), sample)
+            text, inputs = expanded(self.processor, self.text(sample), sample.images, sample.videos)
             return {"input_ids": self._token_ids(text, return_tensors="pt")} | inputs
         return self._chat(sample) if self.processor.chat_template else self._plain_text(sample)
 
@@ -288,7 +300,7 @@ class PromptBuilder:
         checkpoint's writes none.
         """
         continues = messages[-1]["role"] == "assistant"
-        if videos and not self._leaves_videos_out:
+        if videos and not self.leaves_videos_out:
             output.setdefault("chat_template", self.processor.chat_template)
         if self.introduction:
             text, role = self.introduction
@@ -303,13 +315,17 @@ class PromptBuilder:
 
     def _plain_text(self, sample: Sample) -> BatchFeature:
         """Render the sample for a checkpoint without a chat template."""
-        videos = {"videos": [each.frames for each in sample.videos], **as_sampled(self.processor, sample.videos)}
         return self.processor(
             text=[self._lines(sample)],
             images=list(sample.images) or None,
             return_tensors="pt",
-            **(videos if sample.videos else {}),
+            **self._frames(sample.videos),
         )
+
+    def _frames(self, videos: Sequence[Video]) -> dict[str, Any]:
+        """Return the processor's arguments for videos, if there are any."""
+        frames = {"videos": [each.frames for each in videos]}
+        return frames | as_sampled(self.processor, videos) if videos else {}
 
     def _lines(self, sample: Sample) -> str:
         """Return one line per message, with tokens of images and videos in place of their blocks."""
@@ -334,7 +350,7 @@ class PromptBuilder:
         return [(width * side, height * side) for _, height, width in mm_inputs["image_grid_thw"].tolist()]
 
     @property
-    def _leaves_videos_out(self) -> bool:
+    def leaves_videos_out(self) -> bool:
         """Whether the checkpoint's own chat template writes no token of a video."""
         template = self.processor.chat_template
         return not isinstance(template, str) or self.processor.video_token not in template
@@ -347,16 +363,8 @@ class PromptBuilder:
         if not sample.videos:
             return
         text, owner = self.text(sample), self.processor
-        for kind, token, num in (
-            ("images", owner.image_token, len(sample.images)),
-            ("videos", owner.video_token, len(sample.videos)),
-        ):
-            if text.count(token) != num:
-                raise DataError(
-                    f"Sample {sample.sample_id}: {num} {kind} became {text.count(token)} tokens {token}. "
-                    f"The checkpoint's chat template leaves {kind} out, so that the model would be trained blind."
-                )
-        if isinstance(owner.chat_template, str) and self._leaves_videos_out:
+        self.check_tokens(text, sample.images, sample.videos, f"Sample {sample.sample_id}")
+        if isinstance(owner.chat_template, str) and self.leaves_videos_out:
             media = sample.messages, sample.images, sample.videos
             own = self.templated(*media, tokenize=False, chat_template=owner.chat_template)
             if own not in (text, text.replace(owner.video_token, "")):
@@ -364,6 +372,18 @@ class PromptBuilder:
                     f"Sample {sample.sample_id}: the checkpoint's chat template leaves videos out, and its processor "
                     f"would replace it by another with other text. Let the template write {owner.video_token} for "
                     'blocks of the type "video", or set data.video_format: frames.'
+                )
+
+    def check_tokens(self, text: str, images: Sequence[Image], videos: Sequence[Video], where: str) -> None:
+        """Raise DataError if a rendered text lacks the token of an image or of a video, or has too many."""
+        for kind, token, num in (
+            ("images", self.processor.image_token, len(images)),
+            ("videos", self.processor.video_token, len(videos)),
+        ):
+            if text.count(token) != num:
+                raise DataError(
+                    f"{where}: {num} {kind} became {text.count(token)} tokens {token}. "
+                    f"The checkpoint's chat template leaves {kind} out, so that the model would be trained blind."
                 )
 
     def _check_images(self, prompt: Prompt) -> None:
@@ -421,9 +441,19 @@ def join_blocks(*contents: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return joined
 
 
-def unequal_lengths(sample: Sample) -> str:
-    """Return advice for a sample whose videos differ in length, which some processors refuse, or an empty text."""
-    lengths = [len(video.frames) for video in sample.videos]
+def kind_of(medium: Image | Video) -> str:
+    """Return the type of the content block of an image or a video."""
+    return "video" if isinstance(medium, Video) else "image"
+
+
+def by_kind(media: Sequence[Image | Video]) -> tuple[list[Image], list[Video]]:
+    """Return the images, and the videos."""
+    return [m for m in media if not isinstance(m, Video)], [m for m in media if isinstance(m, Video)]
+
+
+def unequal_lengths(videos: Sequence[Video]) -> str:
+    """Return advice for videos that differ in length, which some processors refuse, or an empty text."""
+    lengths = [len(video.frames) for video in videos]
     if len(set(lengths)) < 2:
         return ""
     return (

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jinja2
+import numpy as np
 
 from rl_vlm.data.call_readers import (
     CALL_FORMS,
@@ -27,7 +28,7 @@ from rl_vlm.data.observations import ASKED, Message, ObservationRenderer, Role, 
 from rl_vlm.data.prompts import Introduction, PromptBuilder, image_token_id, introduced
 from rl_vlm.data.tool_calls import Schema, introduction_of
 from rl_vlm.errors import ConfigError, DataError, shorten
-from rl_vlm.types import ToolCall
+from rl_vlm.types import ToolCall, Video
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -78,17 +79,24 @@ class TurnChoice(NamedTuple):
     """Role of messages that hold results."""
     description: str
     """One line that says what was chosen, and why."""
+    shows_videos: bool = False
+    """Whether results can hold videos. Otherwise their frames are images."""
 
 
 class TemplateTrial:
-    """Tries a chat template on a made-up call with an image in its result."""
+    """Tries a chat template on a made-up call with an image in its result, and then with a video."""
 
     def __init__(
-        self, builder: PromptBuilder, stop_token_ids: Sequence[int], schemas: Sequence[Schema], takes_images: bool
+        self,
+        builder: PromptBuilder,
+        stop_token_ids: Sequence[int],
+        schemas: Sequence[Schema],
+        takes_images: bool,
+        takes_videos: bool = False,
     ) -> None:
         """`builder` is without tools."""
         self.builder, self.stop_token_ids, self.schemas = with_thoughts_kept(builder), stop_token_ids, schemas
-        self.takes_images = takes_images
+        self.takes_images, self.takes_videos = takes_images, takes_videos
 
     def choose(self, tool_format: str, observation_role: str) -> TurnChoice:
         """Choose the first form and role that work. Raises ConfigError if none does."""
@@ -107,7 +115,10 @@ class TemplateTrial:
                 if problem := self.problem_of(form, role):
                     problems.append(f"{problem} in {role} messages")
                 else:
-                    return TurnChoice(form, role, self._described(form, role, problems))
+                    shows_videos = self.takes_videos and self.shows_video(form, role)
+                    if self.takes_videos and not shows_videos:
+                        problems.append("the chat template leaves out videos of results, so their frames are images")
+                    return TurnChoice(form, role, self._described(form, role, problems), shows_videos)
         settings = {"tool_format": tool_format, "observation_role": observation_role}
         chosen = [f"rollout.{name}: {value}" for name, value in settings.items() if value != "auto"]
         raise ConfigError(
@@ -156,6 +167,23 @@ class TemplateTrial:
         except REFUSALS:
             return "the chat template changes the text of results"
         return None
+
+    def shows_video(self, form: Form, role: Role) -> bool:
+        """Return whether a video can be shown in a result in a message of a role."""
+        names = [TRIED.name] if form.kind == "template" else []
+        content: list[Message] = [{"type": "text", "text": "tried result"}, {"type": "video"}]
+        messages = observed_messages(
+            [content], role, is_split=bool(names) and role == "tool", is_tagged=bool(self.schemas)
+        )
+        if form.builder.leaves_videos_out:
+            return False
+        try:
+            ObservationRenderer(form.builder, self.stop_token_ids).render(
+                "trial", messages, [tried_video()], [b""], [], names
+            )
+        except (*REFUSALS, DataError):
+            return False
+        return True
 
     def _num_image_tokens(self, token_ids: Any) -> int:
         token = image_token_id(self.builder.processor)
@@ -302,6 +330,11 @@ def without_images(messages: Sequence[Message]) -> list[Message]:
         message | {"content": [block for block in message["content"] if block["type"] != "image"]}
         for message in messages
     ]
+
+
+def tried_video() -> Video:
+    """Return four grey frames, two per second."""
+    return Video(np.full((4, 64, 64, 3), 128, np.uint8), (0, 1, 2, 3), 2.0, 4, 2.0)
 
 
 def tried_image() -> Image:

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rl_vlm.data.images import decode_image
+from rl_vlm.data.video.shown import decode_medium
 from rl_vlm.log.files import atomic_write
 from rl_vlm.log.strips import HEIGHT, WIDTH, strip_of
 from rl_vlm.log.trajectories import KeepImages
-from rl_vlm.types import Sample
+from rl_vlm.types import Sample, Video
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -61,7 +61,7 @@ class PromptImages:
         return {"images": images, **({"videos": strips} if strips else {})}
 
     def of_completion(self, sample: Sample, index: int) -> KeepImages | None:
-        """Return the function that writes the first images of a tool's result and returns their paths.
+        """Return the function that writes the first images and clips of a tool's result and returns their paths.
 
         Return None if the images of the prompt are not kept, or if enough completions of the group come before.
         """
@@ -75,7 +75,8 @@ class PromptImages:
             for file in files:
                 if num == MOST_PER_COMPLETION or pixels > PIXELS_PER_COMPLETION:
                     break
-                image = decode_image(file)
+                medium = decode_medium(file)
+                image = strip_of(medium) if isinstance(medium, Video) else medium
                 num, pixels = num + 1, pixels + math.prod(copy_size(image))
                 if pixels <= PIXELS_PER_COMPLETION:
                     names.append(f"{self.folder.name}/{self.write_image(image).name}")

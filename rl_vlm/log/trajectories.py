@@ -7,10 +7,10 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rl_vlm.types import Completion, ScoredGroup, ToolResult, Turn
+from rl_vlm.types import Completion, ScoredGroup, ToolResult, Turn, is_clip
 
 KeepImages = Callable[[Sequence[bytes]], list[str]]
-"""Writes copies of the first images of a list, and returns their paths."""
+"""Writes copies of the first images of a list, and strips of clips, and returns their paths."""
 
 
 def has_trajectories(groups: Sequence[ScoredGroup]) -> bool:
@@ -24,7 +24,7 @@ def is_trajectory(completion: Completion) -> bool:
 
 
 def trajectory_columns(completion: Completion, advantages: Sequence[float] = ()) -> dict[str, Any]:
-    """Return the columns of a trajectory. Images are counted, see `turns_json`."""
+    """Return the columns of a trajectory. Images and videos are counted, see `turns_json`."""
     return {
         "turns": turns_json(completion.turns, advantages),
         "num_turns": len(completion.turns),
@@ -41,7 +41,7 @@ def num_observed(completion: Completion) -> int:
 def turns_json(turns: Sequence[Turn], advantages: Sequence[float] = (), keep: KeepImages | None = None) -> str:
     """Return turns as JSON: their texts, calls and results, and their rewards and advantages if they have some.
 
-    With `keep`, results also have the paths of kept images.
+    With `keep`, results also have the paths of kept images and of strips of videos.
     """
     return json.dumps(
         [
@@ -60,15 +60,16 @@ def turns_json(turns: Sequence[Turn], advantages: Sequence[float] = (), keep: Ke
 
 
 def described(result: ToolResult, keep: KeepImages | None) -> dict[str, Any]:
-    """Describe the result of a call. The digests of its images say which results are equal."""
+    """Describe the result of a call. The digests of its images and videos say which results are equal."""
     text = "\n".join(block["text"] for block in result.content if block["type"] == "text")
     shown: dict[str, Any] = {}
     if result.images:
         shown["digests"] = [hashlib.sha256(file).hexdigest()[:16] for file in result.images]
         if keep is not None:
             shown["kept"] = keep(result.images)
-    seconds = round(result.seconds, 3)
-    return {"text": text, "images": len(result.images), **shown, "error": result.error, "seconds": seconds}
+    seconds, videos = round(result.seconds, 3), sum(map(is_clip, result.images))
+    counts = {"images": len(result.images) - videos, **({"videos": videos} if videos else {})}
+    return {"text": text, **counts, **shown, "error": result.error, "seconds": seconds}
 
 
 def turns_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -83,7 +84,7 @@ def turns_text(row: Mapping[str, Any]) -> str:
 
 
 def result_line(result: Mapping[str, Any]) -> str:
-    """Return one result as text, with its images as `<image>`."""
-    marks = ["<image>"] * result["images"]
+    """Return one result as text, with its images as `<image>` and its videos as `<video>`."""
+    marks = ["<image>"] * result["images"] + ["<video>"] * result.get("videos", 0)
     failed = ["[error]"] if result["error"] is not None else []
     return " ".join(["<-", *failed, *marks, *filter(None, [result["text"]])])

@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+PIXELS = ("pixel_values", "pixel_values_videos")
+"""Inputs of which positions depend on the shape alone."""
+
+
 @dataclass(frozen=True)
 class ForwardInputs:
     """Token inputs of one forward."""
@@ -179,14 +183,15 @@ def token_inputs(
 def form_of(path: Path) -> Any:
     """Return a key for the positions of a path: the places and tokens of observations, and the sizes of their images.
 
-    Inputs of images that are whole numbers, such as grids and masks, count by their values, and pixels by their shape.
+    Pixels count by their shape. Other inputs of images and videos, such as grids and the seconds of a temporal patch,
+    count by their values.
     """
     return len(path.token_ids), *(
         (
             place,
             *observation.token_ids.tolist(),
             *(values.shape for values in observation.mm_inputs.values()),
-            digest_of({name: v for name, v in observation.mm_inputs.items() if not v.is_floating_point()}),
+            digest_of({name: v for name, v in observation.mm_inputs.items() if name not in PIXELS}),
         )
         for place, observation in path.observations.items()
     )

@@ -40,17 +40,27 @@ def messages_of(turn: Turn) -> list[Message]:
 
 
 def content_of(result: ToolResult) -> str | list[Message]:
-    """Return the text of a result, or its blocks if it is not one text. Images are decoded when they are used."""
-    from PIL import Image
+    """Return the text of a result, or its blocks if it is not one text.
+
+    Images are decoded when they are used. A video is an array (frames, height, width, 3) of the frames that the model
+    got.
+    """
 
     match result.content:
         case [{"type": "text", "text": str(text)}]:
             return text
-    images = iter(result.images)
-    return [
-        block | {"image": Image.open(BytesIO(next(images)))} if block["type"] == "image" else dict(block)
-        for block in result.content
-    ]
+    files = iter(result.images)
+    return [dict(block) if block["type"] == "text" else with_pixels(block, next(files)) for block in result.content]
+
+
+def with_pixels(block: Message, file: bytes) -> Message:
+    """Return the block of an image or a video with what it stands for."""
+    from PIL import Image
+
+    from rl_vlm.types import Video
+
+    kind = block["type"]
+    return block | {kind: Video.decoded(file).frames if kind == "video" else Image.open(BytesIO(file))}
 
 
 def turns_of(turns: Sequence[Turn]) -> list[dict[str, Any]]:

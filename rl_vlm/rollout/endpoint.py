@@ -23,7 +23,7 @@ from rl_vlm.data.images import image_urls, pixel_limits
 from rl_vlm.errors import RolloutError, shorten
 from rl_vlm.rollout.sampling import stream_keys
 from rl_vlm.rollout.waiting import run
-from rl_vlm.types import Completion, Group, Prompt, RolloutRequest, Sample, Sampling, ServedCompletion
+from rl_vlm.types import Completion, Group, Prompt, RolloutRequest, Sample, Sampling, ServedCompletion, Video
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,7 +43,7 @@ class MessageBuilder:
     def build(self, sample: Sample) -> Prompt:
         return Prompt(frames_as_images(sample), torch.zeros(0, dtype=torch.int64), {}, {})
 
-    def image_inputs(self, images: Sequence[Image]) -> dict[str, torch.Tensor]:
+    def media_inputs(self, media: Sequence[Image | Video]) -> dict[str, torch.Tensor]:
         """Return no inputs, since the server makes its own."""
         return {}
 

@@ -3,8 +3,8 @@
 Pixels are large, so no state has them. They are built again when a state is read:
 
     the group's prompt    from the dataset row
-    a member's own prompt from its messages and encoded images
-    an observation        from its encoded images; its tokens are in the state
+    a member's own prompt from its messages, and the images and clips that its environment has shown
+    an observation        from its encoded images and clips; its tokens are in the state
 
 A state has a digest of the pixels of a row, so that other pixels are an error. No state has an environment's instance.
 """
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from rl_vlm.data.images import decode_image, png_bytes
 from rl_vlm.data.sampler import Draw
+from rl_vlm.data.video.shown import decode_medium
 from rl_vlm.errors import CheckpointError
 from rl_vlm.types import (
     Completion,
@@ -30,6 +31,7 @@ from rl_vlm.types import (
     ToolCall,
     ToolResult,
     Turn,
+    Video,
 )
 
 if TYPE_CHECKING:
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
 
 State = dict[str, Any]
 """Tensors, bytes and plain values, which torch loads without running code."""
+OF_VIDEOS = ("videos", "frames_of")
+"""Fields of a `Sample` that hold videos."""
 
 
 @runtime_checkable
@@ -52,8 +56,8 @@ class Builder(Protocol):
         """Build the prompt of a sample."""
         ...
 
-    def image_inputs(self, images: Sequence[Image]) -> dict[str, Tensor]:
-        """Return the model's inputs for the images of an observation."""
+    def media_inputs(self, media: Sequence[Image | Video]) -> dict[str, Tensor]:
+        """Return the model's inputs for the images and videos of an observation."""
         ...
 
 
@@ -91,7 +95,7 @@ def group_state(group: Group) -> State:
     return {
         "group_id": group.group_id,
         "policy_version": group.policy_version,
-        "starts": [sample_state(start.sample) for start in starts],
+        "starts": [sample_state(start.sample, group.prompt.sample) for start in starts],
         "observations": [observation_state(observation) for observation in observations],
         "completions": [completion_state(c, starts, observations) for c in group.completions],
     }
@@ -105,13 +109,21 @@ def group_from_state(state: State, prompt: Prompt, builder: Builder) -> Group:
     return Group(state["group_id"], prompt, completions, state["policy_version"])
 
 
-def sample_state(sample: Sample) -> State:
-    """Return the fields that an environment's `reset` changes. The images are files, as they are sent to servers."""
+def sample_state(sample: Sample, row: Sample) -> State:
+    """Return the fields that an environment's `reset` changes in the sample of a row.
+
+    The images are files, as they are sent to servers. Videos are files too, or their numbers if they are the row's.
+    """
     files = [sample.encoded_images.get(i) or png_bytes(image) for i, image in enumerate(sample.images)]
-    names = ("messages", "prompt", "image_files")
+    numbers = {video: i for i, video in enumerate(row.all_videos)}
+    names = ("messages", "prompt", "image_files", "frame_starts")
     return {
         "images": files,
         "encoded": sorted(sample.encoded_images),
+        **{
+            name: [numbers[video] if video in numbers else video.encoded() for video in getattr(sample, name)]
+            for name in OF_VIDEOS
+        },
         **{name: getattr(sample, name) for name in names},
     }
 
@@ -120,7 +132,12 @@ def sample_from_state(state: State, row: Sample) -> Sample:
     """Restore a sample from `sample_state` and the sample of its row, which has its columns."""
     files, fields = state["images"], {name: value for name, value in state.items() if name != "encoded"}
     encoded = {i: files[i] for i in state["encoded"]}
-    return replace(row, **fields | {"images": list(map(decode_image, files)), "encoded_images": encoded})
+    videos = {
+        name: [row.all_videos[each] if isinstance(each, int) else Video.decoded(each) for each in state[name]]
+        for name in OF_VIDEOS
+        if name in state  # checkpoints from before clips lack them
+    }
+    return replace(row, **fields | videos | {"images": list(map(decode_image, files)), "encoded_images": encoded})
 
 
 def observation_state(observation: Observation) -> State:
@@ -131,7 +148,7 @@ def observation_state(observation: Observation) -> State:
 
 def observation_from_state(state: State, builder: Builder) -> Observation:
     """Restore `observation_state`."""
-    inputs = builder.image_inputs([decode_image(file) for file in state["images"]])
+    inputs = builder.media_inputs([decode_medium(file) for file in state["images"]])
     return Observation(**state, mm_inputs=inputs)
 
 

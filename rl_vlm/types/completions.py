@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from rl_vlm.types.media import is_clip
 from rl_vlm.types.prompts import Prompt, digest_of
 from rl_vlm.types.tensors import to_device
 
@@ -60,9 +61,9 @@ class ToolResult:
     """The result of a call: content that the tool returned, or a message to the model about a failure."""
 
     content: list[dict[str, Any]]
-    """Content blocks. `{"type": "image"}` blocks stand for `images`, in order."""
+    """Content blocks. `{"type": "image"}` and `{"type": "video"}` blocks stand for `images`, in order."""
     images: tuple[bytes, ...] = ()
-    """Images as files."""
+    """Images and clips as files."""
     error: str | None = None
     """Why the call failed."""
     seconds: float = 0.0
@@ -95,23 +96,27 @@ class Observation:
     name: str
     """Names it in errors: the sample and the turn."""
     token_ids: Int[Tensor, " observed"]
-    """Its tokens with every image already expanded to its placeholder tokens."""
+    """Its tokens with every image and video already expanded to its placeholder tokens."""
     token_inputs: dict[str, Tensor]
     """The processor's other per-token inputs, each of shape (observed,)."""
     mm_inputs: dict[str, Tensor]
-    """The processor's per-image inputs; empty for text."""
+    """The processor's inputs of images and videos; empty for text."""
     images: tuple[bytes, ...] = ()
-    """Its images as files, in order."""
+    """Its images and clips as files, in order. Frames that the model gets as images are images."""
     unexpanded_ids: tuple[int, ...] = ()
-    """Its tokens with one placeholder per image, for engines that expand them. Empty if it has no image."""
+    """Its tokens with one placeholder per image and video, for engines that expand them. Empty for text."""
 
     @property
     def num_images(self) -> int:
-        return len(self.images)
+        return len(self.images) - self.num_videos
+
+    @property
+    def num_videos(self) -> int:
+        return sum(map(is_clip, self.images))
 
     @cached_property
     def digest(self) -> bytes:
-        """A hash of its images, as the processor made them. Equal images share features."""
+        """A hash of its images and videos, as the processor made them. Equal ones share features."""
         return digest_of(self.mm_inputs)
 
 

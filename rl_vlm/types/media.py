@@ -1,4 +1,4 @@
-"""Images and videos of a row."""
+"""Images and videos of a row, and clips that environments show."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from hashlib import blake2b
 from importlib.metadata import version
+from io import BytesIO
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 from jaxtyping import UInt8
 
 if TYPE_CHECKING:
-    import numpy as np
     from PIL.Image import Image
+
+CLIP_HEAD = b"PK"
+"""First bytes of the file of a clip, which is NumPy's. No file of an image has them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +56,29 @@ class Video:
             "total_num_frames": self.total_num_frames, "fps": self.fps, "frames_indices": list(self.indices),
             "duration": self.duration, "height": height, "width": width,
         }  # fmt: skip
+
+    def encoded(self) -> bytes:
+        """Return frames and times as a file, compressed without loss. Equal clips have equal files."""
+        file = BytesIO()
+        times = {name: getattr(self, name) for name in CLIP_TIMES}
+        np.savez_compressed(file, frames=self.frames, **times)
+        return file.getvalue()
+
+    @classmethod
+    def decoded(cls, file: bytes) -> Video:
+        """Return the clip in a file of `encoded`."""
+        with np.load(BytesIO(file)) as stored:
+            indices, *others = (stored[name].tolist() for name in CLIP_TIMES)
+            return cls(stored["frames"], tuple(indices), *others)
+
+
+CLIP_TIMES = ("indices", "fps", "total_num_frames", "duration")
+"""Fields of a `Video` in the file of a clip, after its frames."""
+
+
+def is_clip(file: bytes) -> bool:
+    """Return whether a file that an environment has shown holds a clip. Otherwise it holds an image."""
+    return file.startswith(CLIP_HEAD)
 
 
 @cache

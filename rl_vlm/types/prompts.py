@@ -49,7 +49,7 @@ class Sample:
     @property
     def all_videos(self) -> list[Video]:
         """Its videos, in whichever form the model gets them."""
-        return self.videos or self.frames_of
+        return [*self.videos, *self.frames_of]
 
     @property
     def own_images(self) -> list[Image]:

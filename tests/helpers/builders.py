@@ -17,7 +17,18 @@ from rl_vlm.data.prompts import PromptBuilder
 from rl_vlm.data.sampler import Draw
 from rl_vlm.model.loading import load_policy
 from rl_vlm.model.policy import Policy
-from rl_vlm.types import Completion, Context, Group, MicroBatch, Observation, Prompt, Sample, ScoredGroup, SubGroup
+from rl_vlm.types import (
+    Completion,
+    Context,
+    Group,
+    MicroBatch,
+    Observation,
+    Prompt,
+    Sample,
+    ScoredGroup,
+    SubGroup,
+    Video,
+)
 from tests.tiny.build import build_tiny
 
 QUESTION = "Which digit is this?"
@@ -141,8 +152,8 @@ class Rebuilder:
     def build_sample(self, sample: Sample) -> Prompt:
         return self.builder.build(sample)
 
-    def image_inputs(self, images: Sequence[Image.Image]) -> dict[str, Tensor]:
-        return self.builder.image_inputs(images) if images else {}
+    def media_inputs(self, media: Sequence[Image.Image | Video]) -> dict[str, Tensor]:
+        return self.builder.media_inputs(media) if media else {}
 
 
 def make_groups(checkpoint: Path, shapes: Sequence[tuple[Sequence[Image.Image], Sequence[int]]]) -> list[ScoredGroup]:

@@ -115,8 +115,14 @@ def contents(clip: Clip, folder: Path) -> Sequence[Any]:
     """Return the frames of a list or folder, or the video itself."""
     if isinstance(clip.content, list | tuple):
         return clip.content
-    is_folder = clip.path is not None and (folder / clip.path).is_dir()
+    is_folder = clip.path is not None and is_of_frames(clip, folder)
     return folder_frames(folder / str(clip.path)) if is_folder else [clip.content]
+
+
+def is_of_frames(clip: Clip, folder: Path) -> bool:
+    """Return whether a clip is an array, a list or a folder of frames, and no file."""
+    is_folder = clip.path is not None and (folder / clip.path).is_dir()
+    return isinstance(clip.content, np.ndarray | list | tuple) or is_folder
 
 
 @contextmanager
@@ -125,7 +131,7 @@ def open_frames(clip: Clip, folder: Path, data: DataConfig) -> Iterator[FrameSou
     content, limit = clip.content, data.max_image_pixels
     if isinstance(content, np.ndarray):
         yield Pixels(content, clip.fps, limit)
-    elif isinstance(content, list | tuple) or (clip.path is not None and (folder / clip.path).is_dir()):
+    elif is_of_frames(clip, folder):
         yield Pictures(contents(clip, folder), folder, clip.fps, limit)
     elif clip.path is not None or isinstance(content, bytes) or hasattr(content, "read"):
         if clip.fps is not None:

@@ -86,7 +86,7 @@ def choose_turns(config: RunConfig, checkpoint: str, builder: PromptBuilder, too
     formats = {
         name: TurnFormat.choose(
             builder, stops, [*toolbox.schemas, *(kind.schemas if kind else [])], rollout.tool_format,
-            rollout.observation_role, takes_images,
+            rollout.observation_role, takes_images, takes_videos=rollout.facts.samples_from_policy,
         )
         for name, kind in (toolbox.kinds or {None: None}).items()
     }  # fmt: skip

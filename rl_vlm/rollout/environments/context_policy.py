@@ -1,4 +1,4 @@
-"""Editing of long contexts: older observations lose their images.
+"""Editing of long contexts: older observations lose their images and videos.
 
     turns 1-3    prompt  turn  image  turn  image  turn
     turns 4-6    prompt  turn  text   turn  text   turn  image  turn  image  turn  image  turn
@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 
 from rl_vlm.types import Completion, Observation, ToolResult, Turn
 
-REMOVED = "[image removed]"
-"""Stands for an image that the context no longer has."""
+REMOVED = {"image": "[image removed]", "video": "[video removed]"}
+"""Stands for an image or a video that the context no longer has."""
 
 Render = Callable[[str, list[int], Turn], Observation]
 """Renders the observation after a turn: its name, the tokens of the turn, and the turn with results."""
@@ -24,9 +24,10 @@ Render = Callable[[str, list[int], Turn], Observation]
 
 @dataclass(frozen=True)
 class ContextPolicy:
-    """Which images of observations stay in a context, and how often it is edited."""
+    """Which images and videos of observations stay in a context, and how often it is edited."""
 
     keep_images: int
+    """A video counts as one. Frames that the model gets as images count each."""
     edit_every: int
 
     def is_due(self, completion: Completion, observations: Sequence[Observation]) -> bool:
@@ -50,16 +51,18 @@ class ContextPolicy:
 
 
 def num_images(observations: Sequence[Observation]) -> int:
-    """Return the number of images of observations."""
-    return sum(each.num_images for each in observations)
+    """Return the number of images and videos of observations."""
+    return sum(len(each.images) for each in observations)
 
 
 def without_images(turn: Turn) -> Turn:
-    """Return a turn whose results have a text in place of each image."""
+    """Return a turn whose results have a text in place of each image and video."""
 
     def shortened(result: ToolResult) -> ToolResult:
-        removed = {"type": "text", "text": REMOVED}
-        content = [removed if block["type"] == "image" else block for block in result.content]
+        content = [
+            {"type": "text", "text": REMOVED[block["type"]]} if block["type"] in REMOVED else block
+            for block in result.content
+        ]
         return replace(result, content=content, images=())
 
     return replace(turn, results=tuple(map(shortened, turn.results)))

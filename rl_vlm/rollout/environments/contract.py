@@ -15,7 +15,7 @@ Or in the form of Gymnasium, with `rollout.environment_protocol: steps`. The mod
         def get_reward(self) -> float | None         optional; without it, the sum of the steps' rewards
 
 Content is text, or a list of blocks: `{"type": "text", "text": …}`, `{"type": "image", "image": …}`, and
-`{"type": "video", "video": frames, "fps": …}`, whose frames become images after their times.
+`{"type": "video", "video": …}` with frames and their `fps`, or with a file.
 """
 
 from __future__ import annotations
@@ -29,12 +29,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from rl_vlm.data.frames import time_before
 from rl_vlm.data.images import png_bytes, read_image
-from rl_vlm.data.media import media_errors
 from rl_vlm.data.tool_calls import schema_of
-from rl_vlm.data.video.source import refuse_unequal
-from rl_vlm.data.video.values import video_clip
+from rl_vlm.data.video.frames import FrameRule
+from rl_vlm.data.video.shown import ShownClip, choose_frames, read_clip
 from rl_vlm.errors import ConfigError, did_you_mean, listed
 from rl_vlm.functions import load_function, search_working_directory
 from rl_vlm.rollout.environments.adapters import ADAPTERS, name_of
@@ -47,9 +45,6 @@ if TYPE_CHECKING:
 
 Schema = dict[str, Any]
 
-MOST_FRAMES = 64
-"""Frames of a video in one observation."""
-
 NOT_TOOLS = frozenset({"reset", "get_reward", "close"})
 """Public methods of an environment that the model cannot call."""
 COLUMN = "environment"
@@ -57,11 +52,12 @@ COLUMN = "environment"
 
 
 class Content(NamedTuple):
-    """Content that has arrived: blocks as chat templates take them, and the images as PNG files."""
+    """Content that has arrived: blocks as chat templates take them, and images and clips."""
 
     blocks: list[dict[str, Any]]
-    """`{"type": "image"}` blocks stand for `images`, in order."""
-    images: tuple[bytes, ...] = ()
+    """`{"type": "image"}` and `{"type": "video"}` blocks stand for `images`, in order."""
+    images: tuple[Any, ...] = ()
+    """PNG files of images. Clips are a `ShownClip` each, and files after `with_frames`."""
 
 
 class Step(NamedTuple):
@@ -269,10 +265,10 @@ def tool_names(cls: type) -> list[str]:
 
 
 def read_content(value: Any, max_image_pixels: int) -> Content:
-    """Read the content that a tool returned. Images are encoded at once, since callers may change them.
+    """Read the content that a tool returned. Images and clips are copied at once, since callers may change them.
 
     A list of dicts that all have a `type` is read as blocks. Anything else becomes text, as in TRL. Raises DataError if
-    an image cannot be read, and ValueError for other blocks.
+    an image or a clip cannot be read, and ValueError for other blocks.
     """
     if not is_blocks(value):
         return Content([{"type": "text", "text": str(value)}])
@@ -284,12 +280,19 @@ def read_content(value: Any, max_image_pixels: int) -> Content:
             images.append(read_picture(block["image"], max_image_pixels))
             blocks.append({"type": "image"})
         elif block["type"] == "video" and block.get("video") is not None:
-            for time, frame in read_frames(block, max_image_pixels):
-                images.append(read_picture(frame, max_image_pixels))
-                blocks += [{"type": "text", "text": time}, {"type": "image"}]
+            images.append(read_clip(block, max_image_pixels))
+            blocks.append({"type": "video"})
         else:
             raise ValueError(f"a block of type {block['type']!r} has no text, image or video")
     return Content(blocks, tuple(images))
+
+
+def with_frames(content: Content | None, rule: FrameRule) -> Content | None:
+    """Return content with the chosen frames of each clip, as files. Raises DataError if a clip cannot be decoded."""
+    if content is None:
+        return None
+    images = (choose_frames(each, rule).encoded() if isinstance(each, ShownClip) else each for each in content.images)
+    return content._replace(images=tuple(images))
 
 
 def read_start(value: Any, max_image_pixels: int) -> Content | None:
@@ -305,35 +308,6 @@ def read_reward(returned: Any) -> float | None:
 def is_blocks(value: Any) -> bool:
     """Return whether a value is a list of content blocks."""
     return isinstance(value, list) and bool(value) and all(isinstance(b, dict) and "type" in b for b in value)
-
-
-def read_frames(block: Mapping[str, Any], max_pixels: int) -> list[tuple[str, np.ndarray]]:
-    """Return all frames of a block with a video, each with the text of its time.
-
-    Raises DataError if they cannot be read, and ValueError if they are in a file, or more than `MOST_FRAMES`.
-    """
-    from PIL import Image
-
-    from rl_vlm.config.schema import DataConfig  # not at the top: pydantic, in each environment's process
-    from rl_vlm.data.video.read import open_frames
-
-    clip = video_clip({name: block[name] for name in ("video", "fps") if name in block})
-    if not isinstance(clip.content, list | tuple | np.ndarray):
-        raise ValueError("a video of the environment is a list or an array of frames; a file is not read")
-    if len(clip.content) > MOST_FRAMES:
-        raise ValueError(f"a video of the environment has {len(clip.content)} frames, more than {MOST_FRAMES}")
-    data = DataConfig(max_image_pixels=max_pixels)
-    with media_errors("video", None, "a video of the environment"):
-        if not isinstance(clip.content, np.ndarray):
-            frames = [Image.fromarray(each) if isinstance(each, np.ndarray) else each for each in clip.content]
-            clip = clip._replace(content=frames)
-        with open_frames(clip, Path.cwd(), data) as source:
-            shown = source.timeline
-            texts = [time_before(tick / shown.fps) for tick in shown.ticks]
-            frames = list(source.read(range(len(texts))))
-        for number, frame in enumerate(frames):
-            refuse_unequal(number, (frame.shape[1], frame.shape[0]), (frames[0].shape[1], frames[0].shape[0]))
-    return list(zip(texts, frames, strict=True))
 
 
 def read_picture(value: Any, max_pixels: int) -> bytes:

@@ -34,13 +34,16 @@ class QueuedCall:
         read: Read | None = None,
         prepare: Callable[[], None] | None = None,
         patience: float = 0.0,
+        complete: Read | None = None,
     ) -> None:
-        """`read` converts the returned value, in the same thread, so that later calls cannot change it.
+        """`read` converts the returned value, in the same thread, so that later calls cannot change it. `complete`
+        converts it further, in this process even if the function runs in another.
 
         `prepare` is called first. It may take `patience` seconds, which do not count as the call's.
         """
         self.function = function
         self.read = read
+        self.complete = complete
         self.prepare = prepare
         self.patience = patience
         self.future: Future[Any] = Future()
@@ -60,7 +63,8 @@ class QueuedCall:
             returned = self.function()
             if inspect.isawaitable(returned):
                 returned = runner.run(awaited(returned))
-            returned = returned if self.read is None else self.read(returned)
+            for convert in filter(None, (self.read, self.complete)):
+                returned = convert(returned)
         except BaseException as error:  # a user's code can raise anything, and its thread goes on
             self.seconds = self.seconds_since_start()
             self.future.set_exception(failure_of(error))
@@ -104,8 +108,11 @@ class Host(ABC):
         return False
 
     @abstractmethod
-    def queued(self, use: Use, read: Read | None = None) -> QueuedCall:
-        """Return a call of a function of the environment, whose value `read` converts. Both must be picklable."""
+    def queued(self, use: Use, read: Read | None = None, complete: Read | None = None) -> QueuedCall:
+        """Return a call of a function of the environment, whose value `read` converts. Both must be picklable.
+
+        `complete` converts it further, in this process.
+        """
 
     @abstractmethod
     def closing(self) -> QueuedCall:
@@ -128,9 +135,9 @@ class InThread(Host):
             self.environment = self.factory()
         return self.environment
 
-    def queued(self, use: Use, read: Read | None = None) -> QueuedCall:
+    def queued(self, use: Use, read: Read | None = None, complete: Read | None = None) -> QueuedCall:
         """Return a call of a function of the environment."""
-        return QueuedCall(lambda: use(self.made()), read)
+        return QueuedCall(lambda: use(self.made()), read, complete=complete)
 
     def closing(self) -> QueuedCall:
         """Return a call of `close`."""

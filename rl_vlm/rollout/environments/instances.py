@@ -12,9 +12,10 @@ from functools import partial
 from operator import methodcaller
 from typing import Any
 
-from rl_vlm.rollout.environments.contract import EnvironmentKind, read_start
+from rl_vlm.data.video.frames import FrameRule
+from rl_vlm.rollout.environments.contract import EnvironmentKind, read_start, with_frames
 from rl_vlm.rollout.environments.hosts import Host, QueuedCall, Read, Use
-from rl_vlm.rollout.environments.steps import read_reset, read_step
+from rl_vlm.rollout.environments.steps import read_reset, read_step, step_with_frames
 from rl_vlm.rollout.environments.threads import CallThread
 
 CLOSE_SECONDS = 10.0
@@ -44,36 +45,44 @@ class Instance:
         """Return the environment, if it was made in this process."""
         return None if self.host is None else self.host.environment
 
-    def call(self, function: Callable[[], Any], read: Read | None = None) -> QueuedCall:
+    def call(self, function: Callable[[], Any], read: Read | None = None, complete: Read | None = None) -> QueuedCall:
         """Queue a call of a function that belongs to no environment."""
-        return self.put(QueuedCall(function, read))
+        return self.put(QueuedCall(function, read, complete=complete))
 
-    def use(self, use: Use, read: Read | None = None) -> QueuedCall:
+    def use(self, use: Use, read: Read | None = None, complete: Read | None = None) -> QueuedCall:
         """Queue a call of a function of the environment."""
         assert self.host is not None
-        return self.put(self.host.queued(use, read))
+        return self.put(self.host.queued(use, read, complete))
 
     def put(self, call: QueuedCall) -> QueuedCall:
         """Let the thread make a call after all earlier ones."""
         self.thread.put(call.run)
         return call
 
-    def method(self, name: str, arguments: Mapping[str, Any], read: Read | None = None) -> QueuedCall:
+    def method(
+        self, name: str, arguments: Mapping[str, Any], read: Read | None = None, complete: Read | None = None
+    ) -> QueuedCall:
         """Queue a call of one of the environment's methods."""
-        return self.use(methodcaller(name, **arguments), read)
+        return self.use(methodcaller(name, **arguments), read, complete)
 
-    def start(self, arguments: Mapping[str, Any], max_image_pixels: int) -> list[QueuedCall]:
-        """Queue `reset`, and `system_prompt` if there is one. Each returns content, or None."""
+    def start(self, arguments: Mapping[str, Any], max_image_pixels: int, rule: FrameRule) -> list[QueuedCall]:
+        """Queue `reset`, and `system_prompt` if there is one. Each returns content, or None.
+
+        `rule` chooses the frames of clips.
+        """
         assert self.kind is not None
         read = partial(read_reset if self.kind.takes_steps else read_start, max_image_pixels=max_image_pixels)
-        calls = [self.method("reset", arguments, read)]
+        complete = partial(with_frames, rule=rule)
+        calls = [self.method("reset", arguments, read, complete)]
         if self.kind.takes_steps and self.kind.has_method("system_prompt"):
-            calls.append(self.method("system_prompt", {}, partial(read_reset, max_image_pixels=max_image_pixels)))
+            read = partial(read_reset, max_image_pixels=max_image_pixels)
+            calls.append(self.method("system_prompt", {}, read, complete))
         return calls
 
-    def step(self, text: str, max_image_pixels: int) -> QueuedCall:
-        """Queue a step, which returns a `Step`."""
-        return self.use(methodcaller("step", text), partial(read_step, max_image_pixels=max_image_pixels))
+    def step(self, text: str, max_image_pixels: int, rule: FrameRule) -> QueuedCall:
+        """Queue a step, which returns a `Step`. `rule` chooses the frames of clips."""
+        read = partial(read_step, max_image_pixels=max_image_pixels)
+        return self.use(methodcaller("step", text), read, partial(step_with_frames, rule=rule))
 
     def finish(self, call: QueuedCall, timeout: float) -> Any:
         """Wait for a call. Raises ToolFailure if it fails. If it has not ended, the instance is lost."""

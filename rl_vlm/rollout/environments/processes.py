@@ -20,6 +20,7 @@ from typing import Any
 
 from rewards.calling import describe
 from rewards.process import LOAD_SECONDS, Answerer, IsolatedProcess, StartError
+from rl_vlm.data.video.shown import ShownClip
 from rl_vlm.functions import live
 from rl_vlm.rollout.environments.contract import Content, Description, Step, load_environment
 from rl_vlm.rollout.environments.failures import ToolFailure
@@ -31,7 +32,7 @@ LARGEST_REPLY = 256 * 2**20
 """Most bytes that a call may return, texts and images together."""
 LENGTH_BYTES = 8
 """Bytes of the length of the JSON text at the head of a reply."""
-SENT = {kind.__name__: kind for kind in (Content, Step, Description)}
+SENT = {kind.__name__: kind for kind in (Content, Step, Description, ShownClip)}
 """Types that replies can hold, apart from those of JSON."""
 
 
@@ -72,9 +73,10 @@ class InProcess(Host):
             self.kill()
             raise self.failure from error
 
-    def queued(self, use: Use, read: Read | None = None) -> QueuedCall:
+    def queued(self, use: Use, read: Read | None = None, complete: Read | None = None) -> QueuedCall:
         """Return a call of a function of the environment. The time to start the process does not count."""
-        return QueuedCall(partial(self.answer, use, read), prepare=self.start, patience=LOAD_SECONDS)
+        answer = partial(self.answer, use, read)
+        return QueuedCall(answer, prepare=self.start, patience=LOAD_SECONDS, complete=complete)
 
     def answer(self, use: Use, read: Read | None, deadline: float | None = None) -> Any:
         """Let the process call a function, and return the value. Raises ToolFailure if that or the process fails."""

@@ -45,7 +45,7 @@ def own_copy(value: Any) -> Any:
 
 
 def digest_of(content: Content) -> str:
-    """Return a digest of content and its images."""
+    """Return a digest of content with its images and clips."""
     digest = hashlib.blake2b(json.dumps(content.blocks).encode(), digest_size=16)
     for image in content.images:
         digest.update(hashlib.blake2b(image, digest_size=16).digest())

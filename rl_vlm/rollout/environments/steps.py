@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from rewards.contract import Fault, read_score
+from rl_vlm.data.video.frames import FrameRule
 from rl_vlm.errors import DataError
-from rl_vlm.rollout.environments.contract import Content, Step, read_content
+from rl_vlm.rollout.environments.contract import Content, Step, read_content, with_frames
 from rl_vlm.rollout.environments.failures import ToolFailure
 
 FORMS = "(content, reward, done, info) or (content, reward, terminated, truncated, info)"
@@ -47,8 +50,21 @@ def read_step(value: Any, max_image_pixels: int) -> Step:
     if score is None or isinstance(score, Fault):
         problem = "None" if score is None else score.message
         raise ToolFailure("step", f"`step` has no reward that can be used: {problem}")
-    try:
+    with content_errors():
         end = "stop" if done else "turns" if truncated else None
         return Step(read_shown(content, max_image_pixels) or Content([]), score, end)
+
+
+def step_with_frames(step: Step, rule: FrameRule) -> Step:
+    """Return a step with the chosen frames of its clips. Raises ToolFailure if a clip cannot be decoded."""
+    with content_errors():
+        return step._replace(content=with_frames(step.content, rule))
+
+
+@contextmanager
+def content_errors() -> Iterator[None]:
+    """Raise ToolFailure in place of an error of content in this context."""
+    try:
+        yield
     except (DataError, TypeError, ValueError) as error:
         raise ToolFailure("step", f"`step` returned what cannot be read: {error}") from error

@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from rl_vlm.data.images import decode_image
 from rl_vlm.data.tool_calls import problem_of_call
 from rl_vlm.data.turns import ParsedTurn, TurnFormat
+from rl_vlm.data.video.shown import decode_medium
 from rl_vlm.errors import DataError
 from rl_vlm.rollout.environments.advance import Steps
 from rl_vlm.rollout.environments.context_policy import ContextPolicy, read_again
-from rl_vlm.rollout.environments.contract import Content, Toolbox, read_content, read_reward
+from rl_vlm.rollout.environments.contract import Content, Toolbox, read_content, read_reward, with_frames
 from rl_vlm.rollout.environments.failures import ToolFailure
 from rl_vlm.rollout.environments.hosts import QueuedCall
 from rl_vlm.rollout.environments.member import Member, Running
@@ -57,7 +57,7 @@ class TurnRunner:
         assert member.instance is not None
         if member.kind is not None:
             arguments = own_copy(member.kind.reset_arguments(offered(member.request, sampling.seed)))
-            calls = member.instance.start(arguments, self.limits.max_image_pixels)
+            calls = member.instance.start(arguments, self.limits.max_image_pixels, member.format.prompt_rule)
             yield from self.until_answered(calls)
             self.start(member, calls)
         while member.is_active:
@@ -98,7 +98,7 @@ class TurnRunner:
             sample = member.request.prompt.sample
             for some, add in ((content, member.format.reset_sample), (system, member.format.system_sample)):
                 if some is not None:
-                    sample = add(sample, some.blocks, [decode_image(image) for image in some.images], some.images)
+                    sample = add(sample, some.blocks, [decode_medium(file) for file in some.images], some.images)
             prompt = member.format.builder.build(sample)
             longest, length = self.limits.max_prompt_length, len(prompt.token_ids)
             if longest is not None and length > longest:
@@ -130,7 +130,7 @@ class TurnRunner:
         """Start the step of a turn. The last turn is a step, too."""
         assert member.instance is not None
         text = member.completion.text
-        call = member.instance.step(text, self.limits.max_image_pixels)
+        call = member.instance.step(text, self.limits.max_image_pixels, member.format.result_rule)
         return Running(member, ParsedTurn(text, text.strip()), [call])
 
     def begin_call(self, member: Member, call: ToolCall) -> QueuedCall | str:
@@ -139,9 +139,10 @@ class TurnRunner:
         if problem := problem_of_call(call, member.schemas):
             return problem
         read = partial(read_content, max_image_pixels=self.limits.max_image_pixels)
+        complete = partial(with_frames, rule=member.format.result_rule)
         if call.name in self.toolbox.functions:
-            return member.instance.call(partial(self.toolbox.functions[call.name], **call.arguments), read)
-        return member.instance.method(call.name, call.arguments, read)
+            return member.instance.call(partial(self.toolbox.functions[call.name], **call.arguments), read, complete)
+        return member.instance.method(call.name, call.arguments, read, complete)
 
     def observe(self, running: Running, max_tokens: int) -> None:
         """Wait for the calls of a turn, and show their results to the model, all or none of them."""
@@ -244,8 +245,8 @@ class TurnRunner:
 
 def rendered(turn_format: TurnFormat, name: str, token_ids: list[int], turn: Turn) -> Observation:
     """Render the results of a turn. Raises DataError if the model cannot have them."""
-    images = [[decode_image(image) for image in result.images] for result in turn.results]
-    return turn_format.observe(name, token_ids, turn.calls, turn.results, images)
+    media = [[decode_medium(file) for file in result.images] for result in turn.results]
+    return turn_format.observe(name, token_ids, turn.calls, turn.results, media)
 
 
 def parsed(member: Member) -> ParsedTurn:

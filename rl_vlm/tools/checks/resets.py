@@ -59,7 +59,7 @@ def reset_digests(subject: Subject, kind: EnvironmentKind, found: Prompts, row: 
     instance, digests = Instance(kind, kind.first, kind.thread), []
     try:
         for _ in range(2):
-            calls = instance.start(own_copy(arguments), config.data.max_image_pixels)
+            calls = instance.start(own_copy(arguments), config.data.max_image_pixels, found.builder.frame_rule)
             digests.append(digests_of([instance.finish(call, config.rollout.tool_timeout) for call in calls]))
     finally:
         instance.close()

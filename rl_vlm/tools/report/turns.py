@@ -25,20 +25,22 @@ class Result:
 
     text: str
     num_images: int
+    """Images and videos."""
     digests: tuple[str, ...]
-    """Of its images. Files of earlier versions have none."""
+    """Of its images and videos. Files of earlier versions have none."""
     kept: tuple[str, ...]
-    """Paths of the first images."""
+    """Paths of the first images and of strips of the first videos, in order."""
     error: str | None
 
     @classmethod
     def of_file(cls, result: Mapping[str, Any]) -> Result:
         """Read a result of a completions file."""
         digests, kept = (tuple(map(str, result.get(name, ()))) for name in ("digests", "kept"))
-        return cls(str(result["text"]), int(result["images"]), digests, kept, result["error"])
+        num_images = int(result["images"]) + int(result.get("videos", 0))
+        return cls(str(result["text"]), num_images, digests, kept, result["error"])
 
     def files(self, kept_of: Mapping[str, str]) -> list[str]:
-        """Return paths of its images. `kept_of` has paths by digest, of images that another result kept."""
+        """Return paths of its images and strips. `kept_of` has paths by digest, of images that another result kept."""
         return [*self.kept, *(kept_of[digest] for digest in self.digests[len(self.kept) :] if digest in kept_of)]
 
 

@@ -49,7 +49,7 @@ def test_older_images_become_a_text_and_newer_ones_stay(builder: PromptBuilder) 
     assert greys(first.observations) == [1, 2] and greys(second.observations) == [2, 3, 4, 5]
     assert first.observations[1] is second.observations[3]  # the same object, whose features are computed once
     texts = [run.format.tokenizer.decode(each.token_ids) for each in second.observations]
-    assert [REMOVED in text for text in texts] == [False, True, False, False, False, False, False, False]
+    assert [REMOVED["image"] in text for text in texts] == [False, True, False, False, False, False, False, False]
     assert "count 1" in texts[1] and [len(turn.results[0].images) for turn in run.completion.turns[:-1]] == [1] * 5
 
 
@@ -69,8 +69,8 @@ def test_an_edited_context_is_the_rendered_conversation(builder: PromptBuilder) 
 
     messages = [
         *prompt.messages,
-        *result(text("count 1"), text(REMOVED)),
-        *result(text("count 2"), text(REMOVED)),
+        *result(text("count 1"), text(REMOVED["image"])),
+        *result(text("count 2"), text(REMOVED["image"])),
         *result(text("count 3"), {"type": "image"}),
     ]
     whole = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
