@@ -21,9 +21,11 @@ WRONG = [call("look", shade="dark"), call("jump"), "<tool_call>\n{not JSON\n</to
 TURNS = [*LOOKS, *LOOKS, *ANSWERS, *WRONG]
 """What the model writes, each as a single token and about equally often."""
 SHADES = f"{__name__}:Shades"
+FILMS = f"{__name__}:Films"
 STEPS = f"{__name__}:Steps"
 FAULTY = f"{__name__}:Faulty"
 NUM_LOOKS = f"{__name__}:num_looks"
+BRIGHTNESS = f"{__name__}:brightness"
 
 
 def calling_checkpoint(directory: Path, family: str = "qwen2_5_vl", turns: list[str] = TURNS) -> Path:
@@ -51,6 +53,33 @@ class Shades:
 
     def get_reward(self) -> float:
         return sum(self.shades) % 97 / 97
+
+
+class Films(Shades):
+    """Shows clips that become lighter. It is deterministic."""
+
+    def reset(self, solution: str, seed: int, **columns: Any) -> list[dict[str, Any]]:
+        self.shades = [seed % 200]
+        return [{"type": "text", "text": f" Hint {solution}:"}, clip(seed % 200, 3), clip(40, 4)]
+
+    def look(self, shade: int) -> list[dict[str, Any]]:
+        """Look at a clip, and at its last frame.
+
+        Args:
+            shade: The grey at its start, from 0 to 255.
+        """
+        self.shades.append(shade)
+        return [
+            {"type": "text", "text": f"Grey {shade}"},
+            clip(shade, 4),
+            {"type": "image", "image": grey(shade, 16, 16)},
+        ]
+
+
+def clip(shade: int, num_frames: int) -> dict[str, Any]:
+    """A clip that becomes lighter by 10 a frame."""
+    frames = np.stack([np.full((16, 16, 3), shade + 10 * number, np.uint8) for number in range(num_frames)])
+    return {"type": "video", "video": frames, "fps": 2 + shade % 3}
 
 
 class Steps:
@@ -132,3 +161,17 @@ class OftenDown(Shades):
 def num_looks(completions: list[Any], turns: list[Any], **_: Any) -> list[float]:
     """The share of calls, which differs between completions."""
     return [sum(len(turn["calls"]) for turn in some) / 10 for some in turns]
+
+
+def brightness(completions: list[list[dict[str, Any]]], **_: Any) -> list[float]:
+    """The mean level of all frames that a completion has seen."""
+    shown = [
+        [block["video"].mean() for message in some for block in message["content"] if is_video(block)]
+        for some in completions
+    ]
+    return [float(np.mean(levels)) / 255 if levels else 0.0 for levels in shown]
+
+
+def is_video(block: Any) -> bool:
+    """Whether a block is a video, and no text of a message of the model."""
+    return isinstance(block, dict) and block["type"] == "video"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor
 from transformers import AutoTokenizer
 
 from rl_vlm.data.prompts import by_kind, kind_of
 from rl_vlm.model.policy import Policy
 from rl_vlm.rollout.hf import HFEngine
+from rl_vlm.run.run import train
 from rl_vlm.types import (
     Context,
     Forward,
@@ -26,6 +29,7 @@ from rl_vlm.types import (
     Sampling,
     Video,
 )
+from tests.helpers import tiny_run
 from tests.helpers.builders import (
     make_policy,
     make_trajectories,
@@ -35,7 +39,9 @@ from tests.helpers.builders import (
     take_gradients,
     whole,
 )
+from tests.helpers.calling import BRIGHTNESS, FILMS, calling_checkpoint
 from tests.helpers.family_parity import FP32_ROUNDING, Parity, Scores, in_fp64, observed_text, scores, weighted_sum
+from tests.helpers.resuming import assert_same_run, resumed, train_until
 from tests.helpers.tiers import in_tiers
 from tests.helpers.videos import EQUAL_LENGTHS, IMAGE, noise_video, own_logprobs, video_prompt
 from tests.integration.test_videos import CI as CI_OF_VIDEOS
@@ -216,3 +222,29 @@ def test_what_the_engine_samples_is_what_rows_compute(policy: Policy, checkpoint
     expected = trial.own_logprobs(policy, group, banned)
     found = torch.cat([completion.generator_logprobs for completion in group.completions])
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.ci
+def test_a_killed_run_goes_on_within_a_window_of_clips(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The straight run has its environments in this process, and the killed one in processes of their own."""
+    checkpoint = calling_checkpoint(tmp_path / "model")
+    settings: dict[str, Any] = {
+        "environment": FILMS, "reward_funcs": [BRIGHTNESS], "num_generations": 6, "max_completion_length": 260,
+        "max_turns": 4, "steps_per_generation": 2, "gradient_accumulation_steps": 1, "max_steps": 3,
+        "keep_images": 2, "edit_every": 1, "report": True, "max_environments": 3,
+    }  # fmt: skip
+    straight = tiny_run.make_config(checkpoint, tmp_path / "straight", **settings)
+    killed = tiny_run.make_config(checkpoint, tmp_path / "killed", **settings, environment_isolation="process")
+    train(straight)
+    train_until(2, killed, monkeypatch)
+    train(resumed(killed))
+    assert_same_run(tmp_path / "killed", tmp_path / "straight", last=3)
+    rows = [row for rows in tiny_run.completions(tmp_path / "straight").values() for row in rows]
+    results = [result for row in rows for turn in json.loads(row["turns"]) for result in turn["results"]]
+    shown = [result for result in results if result["images"]]
+    assert len(shown) > 5 and all(result["videos"] == result["images"] == 1 for result in shown)
+    kept = [tmp_path / "straight" / "completions" / path for result in shown for path in result.get("kept", [])]
+    assert len({Image.open(path).size for path in kept}) == 2  # a strip of four frames, and an image
+    assert {len(row["video_frame_times"]) for row in rows} == {2} and all(len(row["videos"]) == 2 for row in rows)
+    rewards = {round(255 * row["brightness"], 3) for row in rows}
+    assert {0, 55, 215} <= rewards <= {0, 55, 215, 135, 108.333, 161.667}  # of up to three clips

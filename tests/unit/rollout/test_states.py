@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -12,8 +13,21 @@ from rl_vlm.config.schema import DataConfig
 from rl_vlm.data.images import decode_image
 from rl_vlm.data.observations import ObservationRenderer
 from rl_vlm.data.prompts import PromptBuilder
+from rl_vlm.data.turns import TurnFormat
 from rl_vlm.rollout.states import group_from_state, group_state
-from rl_vlm.types import Completion, Context, Group, Observation, Prompt, Sample, ToolCall, ToolResult, Turn
+from rl_vlm.types import (
+    Completion,
+    Context,
+    Group,
+    Observation,
+    Prompt,
+    Sample,
+    ToolCall,
+    ToolResult,
+    Turn,
+    Video,
+    VideoFormat,
+)
 from tests.helpers.builders import Rebuilder, noise_image, png, processor_of
 from tests.tiny.build import build_tiny
 
@@ -138,3 +152,36 @@ def test_a_group_of_an_older_checkpoint_has_no_trajectories() -> None:
     (found,) = group_from_state(state, prompt, Rebuilder(lambda draw: prompt)).completions
     assert found.token_ids.tolist() == [4, 5]
     assert (found.contexts, found.turns, found.pending, found.start, found.fault) == ((), (), None, None, None)
+
+
+def noise_clip(seed: int) -> Video:
+    frames = np.random.default_rng(seed).integers(256, size=(4, 64, 64, 3), dtype=np.uint8)
+    return Video(frames, (0, 1, 2, 3), 3.0, 4, 4 / 3)
+
+
+@pytest.mark.parametrize("video_format", ["native", "frames"])
+def test_clips_come_back_bit_by_bit(builder: PromptBuilder, video_format: VideoFormat, tmp_path: Path) -> None:
+    """Those of observations and of own prompts from files, and those of the row from the row."""
+    built = PromptBuilder(builder.processor, DataConfig(), video_format=video_format)
+    stops = [builder.processor.tokenizer.eos_token_id]
+    turns = TurnFormat.choose(built, stops, [], "auto", "auto", takes_images=True, takes_videos=True)
+    of_row, shown = noise_clip(1), noise_clip(2)
+    content = [{"type": "video"}, {"type": "text", "text": "Look."}]
+    messages = [{"role": "user", "content": content}]
+    row = built.build(Sample("row", messages, [], {}, messages, videos=[of_row]))
+    result = ToolResult([{"type": "text", "text": "a"}, {"type": "video"}], (shown.encoded(),))
+    seen = turns.observe("row, turn 1", [], (), [result], [[shown]])
+    assert (seen.num_images, seen.num_videos) == ((0, 1) if video_format == "native" else (4, 0))
+    own = built.build(turns.reset_sample(row.sample, content[:1], [shown], result.images))
+    assert [video.digest for video in own.sample.all_videos] == [of_row.digest, shown.digest]
+    group = Group("g", row, [completion(start=own, contexts=(Context((1, seen, 2)),))], 3)
+    assert [each if isinstance(each, int) else "file" for name in ("videos", "frames_of")
+            for each in group_state(group)["starts"][0][name]] == [0, "file"]  # fmt: skip
+    (found,) = through_a_file(group, row, built, tmp_path).completions
+    assert found.start is not None
+    for ours, theirs in ((found.observations[0], seen), (found.start, own)):
+        assert ours.token_ids.tolist() == theirs.token_ids.tolist()
+        assert_equal(ours.mm_inputs, theirs.mm_inputs)
+    assert found.start.sample.all_videos[0] is of_row
+    assert found.start.sample.frame_starts == own.sample.frame_starts
+    assert found.start.own_image_sizes == own.own_image_sizes
