@@ -92,6 +92,12 @@ def choose_turns(config: RunConfig, checkpoint: str, builder: PromptBuilder, too
     }  # fmt: skip
     for description in dict.fromkeys(each.description for each in formats.values()):
         logger.info("%s", description)
+    if config.data.video_format == "native" and not rollout.facts.samples_from_policy:
+        logger.warning(
+            "data.video_format: native is about videos of rows: with rollout.engine %s, videos that environments show "
+            "are frames as images",
+            rollout.engine,
+        )
     builders = {name: each.builder for name, each in formats.items()}
     return Turns(formats, builders[None] if None in builders else EnvironmentPrompts(builders))
 
