@@ -184,7 +184,7 @@ class TurnFormat:
 
     def _shown(
         self, content: Sequence[Message], media: Sequence[Image | Video], files: Sequence[bytes], as_videos: bool
-    ) -> Shown:
+    ) -> AddedContent:
         """Return content as the model gets it. Without `as_videos`, each frame of a clip is an image after its time."""
         images, videos = by_kind(media)
         encoded = dict(enumerate(file for file in files if not is_clip(file)))
@@ -194,7 +194,7 @@ class TurnFormat:
             files = [found.encoded_images.get(i) or png_bytes(image) for i, image in enumerate(found.images)]
             media = found.images
         (message,) = found.messages
-        return Shown(self._harmless(message["content"]), list(media), list(files), found)
+        return AddedContent(self._harmless(message["content"]), list(media), list(files), found)
 
     def _harmless(self, content: Sequence[Message]) -> list[Message]:
         harmless, number = self.renderer.harmless(content)
@@ -205,7 +205,7 @@ class TurnFormat:
         return self._harmless([{"type": "text", "text": text}])[0]["text"]
 
 
-class Shown(NamedTuple):
+class AddedContent(NamedTuple):
     """Content as the model gets it."""
 
     content: list[Message]
@@ -217,7 +217,7 @@ class Shown(NamedTuple):
     """A sample of the content alone."""
 
 
-def with_media(sample: Sample, added: Shown, is_first: bool, **fields: Any) -> Sample:
+def with_media(sample: Sample, added: AddedContent, is_first: bool, **fields: Any) -> Sample:
     """Return the sample with further images and videos, before its own if `is_first`, and with these fields."""
     some = [added.sample, sample] if is_first else [sample, added.sample]
     numbers = [0, len(some[0].images)]

@@ -11,8 +11,9 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from rl_vlm.config.schema import RolloutConfig
+from rl_vlm.config.schema import DataConfig, RolloutConfig
 from rl_vlm.data.images import png_bytes
+from rl_vlm.data.video.frames import FrameRule
 from rl_vlm.errors import ConfigError
 from rl_vlm.rollout.environments.adapters import Gymnasium, OpenEnv, contents, marked, picture
 from rl_vlm.rollout.environments.contract import Content, read_content
@@ -32,11 +33,11 @@ class Played:
         self.instance = Instance(self.kind, self.kind.first, self.kind.thread)
 
     def reset(self, **offered: Any) -> list[Content | None]:
-        calls = self.instance.start(self.kind.reset_arguments(offered), 10**6)
+        calls = self.instance.start(self.kind.reset_arguments(offered), 10**6, FrameRule(DataConfig()))
         return [self.instance.finish(call, 20.0) for call in calls]
 
     def step(self, text: str) -> Step:
-        return self.instance.finish(self.instance.step(text, 10**6), 20.0)
+        return self.instance.finish(self.instance.step(text, 10**6, FrameRule(DataConfig())), 20.0)
 
     def close(self) -> None:
         self.instance.close()

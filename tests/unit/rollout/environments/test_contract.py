@@ -98,7 +98,9 @@ def test_what_has_arrived_does_not_change(tmp_path: Path):
     found = read_content([clip(frames), clip(str(path))], 10**6)
     frames[:] = 255
     path.unlink()
-    shown_frames, shown_file = map(Video.decoded, with_frames(found, FrameRule(DataConfig(num_frames=4))).images)
+    content = with_frames(found, FrameRule(DataConfig(num_frames=4)))
+    assert content is not None
+    shown_frames, shown_file = map(Video.decoded, content.images)
     assert levels(shown_frames) == [0, 40, 80] and shown_file.indices == (0, 16, 33, 49)
 
 

@@ -9,8 +9,9 @@ from typing import Any
 import psutil
 import pytest
 
-from rl_vlm.config.schema import RolloutConfig
+from rl_vlm.config.schema import DataConfig, RolloutConfig
 from rl_vlm.data.prompts import PromptBuilder
+from rl_vlm.data.video.frames import FrameRule
 from rl_vlm.errors import ConfigError
 from rl_vlm.functions import live
 from rl_vlm.rollout.environments import processes
@@ -96,7 +97,7 @@ def test_a_process_that_has_ended_between_completions_is_replaced() -> None:
     kind = toolbox.kinds[None]
     first = instances.acquire(kind)
     assert first is not None
-    first.finish(first.start({"start": 1}, 10**6)[0], 30.0)
+    first.finish(first.start({"start": 1}, 10**6, FrameRule(DataConfig()))[0], 30.0)
     instances.release(first)
     assert isinstance(first.host, InProcess) and first.host.process is not None
     supervisor = psutil.Process(first.host.process._process.pid)
@@ -105,10 +106,10 @@ def test_a_process_that_has_ended_between_completions_is_replaced() -> None:
     assert is_gone(supervisor.pid) and is_gone(worker.pid)
     second = instances.acquire(kind)
     assert second is not None and second is not first
-    (content,) = (second.finish(call, 30.0) for call in second.start({"start": 2}, 10**6))
+    (content,) = (second.finish(call, 30.0) for call in second.start({"start": 2}, 10**6, FrameRule(DataConfig())))
     assert content.blocks[0] == {"type": "text", "text": "Start at 2."}
     with pytest.raises(ToolFailure, match="its process cannot get the arguments"):
-        second.finish(second.start({"start": lambda: 0}, 10**6)[0], 30.0)
+        second.finish(second.start({"start": lambda: 0}, 10**6, FrameRule(DataConfig()))[0], 30.0)
     instances.close()
     assert second.host is not None and second.host.has_ended
 
@@ -130,7 +131,7 @@ def test_the_process_imports_no_torch(protocol: str) -> None:
     kind = toolbox_of("tests.helpers.faulty:Modules", environment_protocol=protocol).kinds[None]
     assert kind is not None and kind.tools == (["step"] if protocol == "tools" else [])
     instance = Instance(kind, kind.first, kind.thread)
-    loaded, *_ = instance.finish(instance.step("go", 10**6), 30.0).content.blocks
+    loaded, *_ = instance.finish(instance.step("go", 10**6, FrameRule(DataConfig())), 30.0).content.blocks
     instance.close()
     assert "numpy" in loaded["text"] and not {"torch", "pydantic", "pyarrow"} & set(loaded["text"].split())
 
