@@ -175,10 +175,8 @@ def wrapped(function: RewardFunction, protocol: Protocol, settings: Sequence[Par
             lists = {name: [getattr(row, field) for row in rows] for name, field in arguments.items()}
             returned = function(**lists, **given)
         else:
-            returned = [
-                for_one(function, {name: getattr(row, field) for name, field in arguments.items()} | given)
-                for row in rows
-            ]
+            calls = [{name: getattr(row, field) for name, field in arguments.items()} | given for row in rows]
+            returned = [or_fault(functools.partial(function, **each)) for each in calls]
         return with_result(returned, lambda scores: lists_by_name(scores, protocol.reward_key))
 
     columns = [Parameter("completions", Parameter.POSITIONAL_OR_KEYWORD)]
@@ -186,11 +184,6 @@ def wrapped(function: RewardFunction, protocol: Protocol, settings: Sequence[Par
     functools.update_wrapper(call, function)
     call.__signature__ = inspect.Signature([*columns, *settings])  # type: ignore[attr-defined]
     return call
-
-
-def for_one(function: RewardFunction, arguments: Mapping[str, Any]) -> Any:
-    """Call a function for one completion. An exception is a fault of this completion alone."""
-    return or_fault(lambda: function(**arguments))
 
 
 def with_result(returned: Any, then: Callable[[Any], Any]) -> Any:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections.abc import Callable, Iterable, Sequence
 from numbers import Number
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-from rewards.contract import Fault, plain
+from rewards.contract import Fault, Score, plain
+
+T = TypeVar("T")
 
 TEXT = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}]*)\}")
 MOST_MARKS = 30
@@ -81,6 +84,19 @@ def boxed_spans(text: str) -> list[tuple[int, int]]:
         elif match[0] == "}" and starts and (start := starts.pop()) is not None:
             spans.append((start, match.start()))
     return spans
+
+
+def score_golds(
+    completions: Sequence[Completion], golds: Iterable[T | Fault | None], score: Callable[[str, T], Score]
+) -> list[Score]:
+    """Score the text of each completion against its gold answer.
+
+    The score is None if there is no gold answer, and a fault if the gold answer is one.
+    """
+    return [
+        gold if gold is None or isinstance(gold, Fault) else score(completion_text(completion), gold)
+        for completion, gold in zip(completions, golds, strict=True)
+    ]
 
 
 def gold_text(solution: Any) -> str | Fault | None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rewards.contract import Fault, Score
-from rewards.text import Completion, answer_text, completion_text, gold_text
+from rewards.text import Completion, answer_text, gold_text, score_golds
 
 WORDS = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
@@ -34,21 +34,16 @@ def counting(completions: Sequence[Completion], solution: Sequence[Any], *, part
     If `partial` is True, a wrong count a scores max(0, 1 - |a - g| / g), where g is the solution. A solution that is
     not a count is a fault.
     """
-    return [
-        _score(completion_text(completion), gold_text(gold), partial)
-        for completion, gold in zip(completions, solution, strict=True)
-    ]
 
+    def score(text: str, gold: str) -> Score:
+        expected, count = read_count(gold), read_count(text)
+        if expected is None:
+            return Fault("type", f"`solution` is {gold[:60]!r}, not one integer of 0 or more")
+        if count is None or count == expected or not partial:
+            return float(count == expected)
+        return max(0.0, 1 - abs(count - expected) / expected) if expected else 0.0
 
-def _score(text: str, gold: str | Fault | None, partial: bool) -> Score:
-    if not isinstance(gold, str):
-        return gold
-    expected, count = read_count(gold), read_count(text)
-    if expected is None:
-        return Fault("type", f"`solution` is {gold[:60]!r}, not one integer of 0 or more")
-    if count is None or count == expected or not partial:
-        return float(count == expected)
-    return max(0.0, 1 - abs(count - expected) / expected) if expected else 0.0
+    return score_golds(completions, map(gold_text, solution), score)
 
 
 def read_count(text: str) -> int | None:

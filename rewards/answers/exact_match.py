@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rewards.contract import Fault, Score
-from rewards.text import Completion, answer_text, completion_text, gold_text
+from rewards.contract import Score
+from rewards.text import Completion, answer_text, gold_text, score_golds
 
 
 def exact_match(
@@ -17,16 +17,11 @@ def exact_match(
     The answer is the content of the last closed `<answer>` tag, or the whole completion if there is none. The solution
     is read in the same way, so `<answer>7</answer>` and `7` are the same gold answer.
     """
-    return [
-        _matches(completion_text(completion), gold_text(gold), ignore_case)
-        for completion, gold in zip(completions, solution, strict=True)
-    ]
 
+    def score(text: str, gold: str) -> float:
+        answer, expected = (" ".join(answer_text(side).split()) for side in (text, gold))
+        if ignore_case:
+            answer, expected = answer.casefold(), expected.casefold()
+        return float(answer != "" and answer == expected)
 
-def _matches(text: str, gold: str | Fault | None, ignore_case: bool) -> Score:
-    if not isinstance(gold, str):
-        return gold
-    answer, expected = (" ".join(answer_text(side).split()) for side in (text, gold))
-    if ignore_case:
-        answer, expected = answer.casefold(), expected.casefold()
-    return float(answer != "" and answer == expected)
+    return score_golds(completions, map(gold_text, solution), score)

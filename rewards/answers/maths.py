@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rewards.contract import Fault, Score, plain
-from rewards.text import Completion, completion_text, final_text, gold_text, unboxed
+from rewards.text import Completion, final_text, gold_text, score_golds, unboxed
 
 LONGEST_ANSWER = 1_000
 SECONDS_PER_STEP = 1
@@ -44,14 +44,12 @@ def maths(completions: Sequence[Completion], solution: Sequence[Any]) -> list[Sc
     golds = [_gold_text(gold) for gold in solution]
     expressions = {gold: parsed(gold) for gold in set(golds) if isinstance(gold, str)}
 
-    def scored(text: str, gold: str | Fault | None) -> Score:
-        if not isinstance(gold, str):
-            return gold
+    def score(text: str, gold: str) -> Score:
         if not expressions[gold]:
             return Fault("type", f"`solution` is {gold[:60]!r}, which math-verify cannot parse")
         return _is_equal(parsed(text), expressions[gold])
 
-    return [scored(completion_text(c), gold) for c, gold in zip(completions, golds, strict=True)]
+    return score_golds(completions, golds, score)
 
 
 def _gold_text(solution: Any) -> str | Fault | None:
@@ -70,7 +68,7 @@ def parsed(text: str) -> list[Any]:
     """Parse the answer in a text to math-verify's expressions. The list is empty if it is unreadable or too large."""
     from math_verify import LatexExtractionConfig, parse
 
-    answer = answer_of(text)
+    answer = unboxed(final_text(text)).strip("*`. \n")
     if not answer or len(answer) > LONGEST_ANSWER:
         return []
     answer = as_latex(answer)
@@ -78,11 +76,6 @@ def parsed(text: str) -> list[Any]:
         return []
     latex = answer if DELIMITERS.search(answer) else rf"\boxed{{{answer}}}"
     return parse(latex, [LatexExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=_seconds())
-
-
-def answer_of(text: str) -> str:
-    """Return the part of a text that is parsed."""
-    return unboxed(final_text(text)).strip("*`. \n")
 
 
 def as_latex(answer: str) -> str:

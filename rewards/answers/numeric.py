@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple, cast
 
 from rewards.contract import Fault, Score
-from rewards.text import Completion, answer_text, completion_text, gold_text
+from rewards.text import Completion, answer_text, gold_text, score_golds
 
 LONGEST_NUMBER = 100
 NEEDS_PINT = "pip install -e '.[rewards]', or set convert_units to false"
@@ -55,8 +55,8 @@ def numeric(
         if not 0 <= tolerance < math.inf:
             raise ValueError(f"`{name}` is {tolerance}; a tolerance is a finite number of 0 or more")
 
-    def scored(text: str, gold: str | Fault | None) -> Score:
-        expected = _gold_quantity(gold) if isinstance(gold, str) else gold
+    def score(text: str, gold: str) -> Score:
+        expected = _gold_quantity(gold)
         if not isinstance(expected, Quantity):
             return expected
         if convert_units and is_physical(expected.unit) and not _has_pint():
@@ -64,7 +64,7 @@ def numeric(
         answer = parse_quantity(text)
         return float(answer is not None and _equal(answer, expected, rel_tol, abs_tol, convert_units))
 
-    return [scored(completion_text(c), gold_text(gold)) for c, gold in zip(completions, solution, strict=True)]
+    return score_golds(completions, map(gold_text, solution), score)
 
 
 def _gold_quantity(gold: str) -> Quantity | Fault | None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rewards.contract import Fault, Score
-from rewards.text import Completion, answer_text, completion_text, gold_text
+from rewards.text import Completion, answer_text, gold_text, score_golds
 
 MARKS = str.maketrans("", "", "*_`\"'“”‘’")
 STATEMENT = r"answer(?: is)?(?:\s*:|\s)"
@@ -26,15 +26,10 @@ def yes_no(completions: Sequence[Completion], solution: Sequence[Any]) -> list[S
 
     "True" means yes and "false" means no. A solution that is neither yes nor no is a fault.
     """
-    return [
-        _agrees(completion_text(completion), gold_text(gold))
-        for completion, gold in zip(completions, solution, strict=True)
-    ]
+    return score_golds(completions, map(gold_text, solution), _agrees)
 
 
-def _agrees(text: str, gold: str | Fault | None) -> Score:
-    if not isinstance(gold, str):
-        return gold
+def _agrees(text: str, gold: str) -> Score:
     expected = says_yes(gold)
     if expected is None:
         return Fault("type", f"`solution` is {gold[:60]!r}, neither yes nor no")

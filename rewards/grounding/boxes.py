@@ -60,10 +60,6 @@ class Region(NamedTuple):
     def is_box(self) -> bool:
         return self.numbers is not None and len(self.numbers) == 4
 
-    @property
-    def is_point(self) -> bool:
-        return self.numbers is not None and len(self.numbers) == 2
-
 
 def read_text(text: str, longest_repair: int = LONGEST_REPAIR) -> list[Region] | None:
     """Return the boxes and points in an answer's text, or None if it has none, or more than `MOST_REGIONS`.
@@ -103,12 +99,9 @@ def _of_text(text: str, longest_repair: int) -> Iterator[Region] | None:
         return (region for value in values for region in _regions(value))
     if four := FOUR.fullmatch(text.strip()):
         return iter([_region([float(number) for number in four.groups()])])
-    return _of_pairs(text) if PAIRS.search(text) and not BRACKET.search(text) else None
-
-
-def _of_pairs(text: str) -> Iterator[Region]:
-    for pairs in PAIRS.finditer(text):
-        yield _region([float(number) for number in pairs.groups() if number])
+    if not PAIRS.search(text) or BRACKET.search(text):
+        return None
+    return (_region([float(number) for number in pairs.groups() if number]) for pairs in PAIRS.finditer(text))
 
 
 def _json_values(text: str, longest_repair: int) -> list[Any]:

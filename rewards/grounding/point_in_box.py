@@ -39,7 +39,7 @@ def point_in_box(
 
 
 def _lies_in(point: Region, box: Region) -> bool:
-    if not point.is_point or point.numbers is None or box.numbers is None:
+    if point.numbers is None or len(point.numbers) != 2 or box.numbers is None:
         return False
     (x, y), (x1, y1, x2, y2) = point.numbers, box.numbers
     return x1 <= x <= x2 and y1 <= y <= y2

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rewards.contract import Fault, Score
-from rewards.text import Completion, completion_text, composed, final_text, gold_text
+from rewards.text import Completion, composed, final_text, gold_text, score_golds
 
 
 def best_scores(
@@ -21,15 +21,12 @@ def best_scores(
     count.
     """
 
-    def scored(completion: Completion, gold: Any) -> Score:
-        texts = gold_texts(gold)
-        if isinstance(texts, Fault):
-            return texts
-        references = [reference for reference in map(prepare, texts) if reference]
-        answer = prepare(final_text(completion_text(completion)))
+    def best(text: str, golds: list[str]) -> Score:
+        references = [reference for reference in map(prepare, golds) if reference]
+        answer = prepare(final_text(text))
         return max((score(answer, reference) for reference in references), default=None)
 
-    return [scored(completion, gold) for completion, gold in zip(completions, solution, strict=True)]
+    return score_golds(completions, map(gold_texts, solution), best)
 
 
 def gold_texts(solution: Any) -> list[str] | Fault:

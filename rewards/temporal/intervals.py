@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
-from rewards.contract import Fault, plain
-from rewards.text import answer_text
+from rewards.contract import Fault, Score, plain
+from rewards.text import Completion, answer_text, score_golds
+
+T = TypeVar("T")
 
 CLOCK = r"(?:[0-9]{1,3}:)?[0-9]{1,2}:[0-9]{2}(?:\.[0-9]{1,9})?"
 SECONDS = r"[0-9]{1,9}(?:\.[0-9]{1,9})?"
@@ -114,18 +116,24 @@ class Clock(NamedTuple):
         return Fault("type", f"`solution` is {str(gold)[:60]!r}, and the first video has {len(self.times)} frames")
 
 
-def clocks(
-    solution_times: SolutionTimes, video_frame_times: Sequence[Sequence[Sequence[float]]] | None, count: int
-) -> list[Clock | None]:
-    """Return a clock for each row, with the frame times of its first video, or None if answers are in seconds.
+def score_rows(
+    rows: tuple[Sequence[Completion], Sequence[Any], Sequence[Sequence[Sequence[float]]] | None],
+    solution_times: SolutionTimes,
+    read_gold: Callable[[Any, Clock | None], T | Fault | None],
+    score: Callable[[str, T], float],
+) -> list[Score]:
+    """Score the text of each completion against its gold answer, as `score_golds` does.
 
-    Raises ValueError if `solution_times` is neither "seconds" nor "frames".
+    `rows` are completions, solutions, and the frame times of videos in seconds. If gold answers are numbers of frames,
+    they mean frames of the row's first video. Raises ValueError if `solution_times` is neither "seconds" nor "frames".
     """
-    if solution_times == "seconds":
-        return [None] * count
-    if solution_times != "frames":
+    completions, solutions, frame_times = rows
+    if solution_times not in get_args(SolutionTimes):
         raise ValueError(f"solution_times is {solution_times!r}, expected seconds or frames")
-    return [Clock(videos[0] if videos else ()) for videos in video_frame_times or [()] * count]
+    clocks: list[Clock | None] = [None] * len(completions)
+    if solution_times == "frames":
+        clocks = [Clock(videos[0] if videos else ()) for videos in frame_times or [()] * len(completions)]
+    return score_golds(completions, map(read_gold, solutions, clocks), score)
 
 
 def _of_json(answer: str) -> list[Interval] | None:

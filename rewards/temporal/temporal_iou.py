@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rewards.contract import Fault, Score
-from rewards.temporal.intervals import Interval, SolutionTimes, clocks, gold_intervals, read_intervals
-from rewards.text import Completion, completion_text
+from rewards.contract import Score
+from rewards.temporal.intervals import Interval, SolutionTimes, gold_intervals, read_intervals, score_rows
+from rewards.text import Completion
 
 
 def temporal_iou(
@@ -24,14 +24,10 @@ def temporal_iou(
     If there are several intervals, match each prediction to one gold interval, largest IoU first. The score is the sum
     of IoUs over the larger number of intervals, so that an extra prediction lowers it.
     """
-    read = clocks(solution_times, video_frame_times, len(completions))
-    rows = zip(completions, solution, read, strict=True)
-    return [_score(completion_text(one), gold_intervals(gold, clock)) for one, gold, clock in rows]
+    return score_rows((completions, solution, video_frame_times), solution_times, gold_intervals, _iou)
 
 
-def _score(text: str, gold: list[Interval] | Fault | None) -> Score:
-    if not isinstance(gold, list):
-        return gold
+def _iou(text: str, gold: list[Interval]) -> float:
     predicted = read_intervals(text)
     return sum(matched(predicted, gold)) / max(len(predicted), len(gold))
 

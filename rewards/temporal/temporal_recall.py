@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from rewards.contract import Score
-from rewards.temporal.intervals import SolutionTimes, clocks, gold_intervals, read_intervals
+from rewards.temporal.intervals import Interval, SolutionTimes, gold_intervals, read_intervals, score_rows
 from rewards.temporal.temporal_iou import matched
-from rewards.text import Completion, completion_text
+from rewards.text import Completion
 
 
 def temporal_recall(
@@ -26,13 +26,9 @@ def temporal_recall(
     """
     if not 0 < threshold <= 1:
         raise ValueError(f"threshold is {threshold}, expected more than 0 and at most 1")
-    scores: list[Score] = []
-    read = clocks(solution_times, video_frame_times, len(completions))
-    for completion, given, clock in zip(completions, solution, read, strict=True):
-        gold = gold_intervals(given, clock)
-        if not isinstance(gold, list):
-            scores.append(gold)
-            continue
-        values = matched(read_intervals(completion_text(completion))[: len(gold)], gold)
-        scores.append(sum(value >= threshold for value in values) / len(gold))
-    return scores
+
+    def recall(text: str, gold: list[Interval]) -> float:
+        values = matched(read_intervals(text)[: len(gold)], gold)
+        return sum(value >= threshold for value in values) / len(gold)
+
+    return score_rows((completions, solution, video_frame_times), solution_times, gold_intervals, recall)

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from rewards.contract import Score
-from rewards.temporal.intervals import SolutionTimes, clocks, gold_moment, read_moment
-from rewards.text import Completion, completion_text
+from rewards.temporal.intervals import SolutionTimes, gold_moment, read_moment, score_rows
+from rewards.text import Completion
 
 
 def time_distance(
@@ -26,12 +26,9 @@ def time_distance(
     """
     if not 0 < scale < math.inf:
         raise ValueError(f"scale is {scale}, expected a number above 0")
-    scores: list[Score] = []
-    read = clocks(solution_times, video_frame_times, len(completions))
-    for completion, given, clock in zip(completions, solution, read, strict=True):
-        gold, found = gold_moment(given, clock), read_moment(completion_text(completion))
-        if not isinstance(gold, float):
-            scores.append(gold)
-        else:
-            scores.append(0.0 if found is None else math.exp(-abs(found - gold) / scale))
-    return scores
+
+    def score(text: str, gold: float) -> float:
+        found = read_moment(text)
+        return 0.0 if found is None else math.exp(-abs(found - gold) / scale)
+
+    return score_rows((completions, solution, video_frame_times), solution_times, gold_moment, score)
