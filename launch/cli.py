@@ -16,7 +16,7 @@ from launch.doctor import add_doctor_flags, doctor_command
 from launch.help import add_help, add_host, port
 from launch.nodes import add_launch_flags, launch_command
 from launch.plan import add_plan_flags, plan_command
-from launch.start import announce_evaluation, announce_training, importing
+from launch.start import announce, importing
 from rl_vlm.config.batches import batch_sizes
 from rl_vlm.config.load import check_evaluable, check_trainable, load_config
 from rl_vlm.config.schema import RunConfig
@@ -40,7 +40,7 @@ def train_command(config: RunConfig, options: argparse.Namespace) -> None:
     check_trainable(config)
     configure_allocator(config)
     batch_sizes(config, world_size=int(os.environ.get("WORLD_SIZE", "1")))
-    announce_training(config)
+    announce(config, "train", [config.model.model_name_or_path])
     with importing():
         # Loading uses these classes. Here their import is without garbage collections.
         from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoProcessor  # noqa: F401
@@ -67,7 +67,7 @@ def eval_command(config: RunConfig, options: argparse.Namespace) -> None:
         return _show(*dry_run(config, "eval", checkpoints, evaluation_options))
     check_evaluable(config)
     configure_allocator(config)
-    announce_evaluation(config, checkpoints)
+    announce(config, "eval", checkpoints)
     with importing():
         from rl_vlm.evaluation.run import compare_checkpoints
         from rl_vlm.log.outcome import comparison_outcome, evaluation_outcome

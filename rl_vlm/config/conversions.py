@@ -314,11 +314,6 @@ def swift_rewards(value: Any, given: Given) -> Settings:
 # The model, its training, and the launch
 
 
-def swift_max_length(value: Any, given: Given) -> Settings:
-    """Convert ms-swift's limit of a prompt, which GRPO applies to prompts alone."""
-    return {"max_prompt_length": value}
-
-
 def vlm_r1_data(value: Any, given: Given) -> Settings:
     """Convert `dataset_name`, which VLM-R1 ignores if `data_file_paths` are given."""
     if given.get("data_file_paths"):

@@ -1,49 +1,21 @@
-"""Entries of `dataset_name` and `eval_dataset_name`, and splits at the end of names (`name@split`)."""
+"""Entries of `dataset_name` and `eval_dataset_name`."""
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
-if TYPE_CHECKING:
-    from rl_vlm.config.schema import DataConfig, DataSource
-
-Which = Literal["train", "eval"]
+from rl_vlm.config.data_names import Which, is_file, num_draws, split_name
+from rl_vlm.config.sections import DataConfig, DataSource
 
 NAMES = {"train": "dataset_name", "eval": "eval_dataset_name"}
 SPLITS = {"train": "dataset_train_split", "eval": "dataset_test_split"}
 OWN_SETTINGS = ("dataset_config", "columns", "ignore_columns", "image_root", "video_root")
 """Settings that an entry may set for itself. They override the section's."""
-SPLIT = re.compile(r"(?P<name>.+)@(?P<split>[^@/]+)")
-
-
-def is_file(name: str) -> bool:
-    """Return whether the data is a file of rows."""
-    return name.endswith((".json", ".jsonl", ".parquet"))
-
-
-def num_draws(name: str) -> int | None:
-    """Return N for `draws:N`, N rows without content whose environments make the tasks, or None for other names."""
-    found = re.fullmatch(r"draws:([1-9]\d*)", name)
-    return int(found[1]) if found else None
 
 
 def has_draws(data: DataConfig) -> bool:
     """Return whether environments make the tasks of some rows."""
     return any(num_draws(entry.name) is not None for entry in all_entries(data))
-
-
-def split_name(name: str) -> tuple[str, str | None]:
-    """Split `name@split` into its parts. Return the name and None if there is no split, or if the path exists."""
-    found = None if is_file(name) or Path(name).exists() else SPLIT.fullmatch(name)
-    return (found["name"], found["split"]) if found else (name, None)
-
-
-def with_split(entry: DataSource) -> DataSource:
-    """Move the split at the end of an entry's name to its `split`."""
-    name, split = split_name(entry.name)
-    return entry if split is None else entry.model_copy(update={"name": name, "split": split})
 
 
 def data_sources(data: DataConfig, which: Which) -> list[DataSource]:

@@ -9,8 +9,9 @@ from pydantic.fields import FieldInfo
 
 from rl_vlm.config import yaml_text
 from rl_vlm.config.batches import BatchSizes
-from rl_vlm.config.schema import SECTIONS, DataSource, MemoryConfig, RewardSpec, RunConfig, Section
+from rl_vlm.config.schema import SECTIONS, DataSource, MemoryConfig, RewardSpec, RunConfig
 from rl_vlm.config.secrets import starred
+from rl_vlm.config.sections import Section
 
 REWARD_ENTRY = "an entry of rewards.reward_funcs"
 DATA_ENTRY = "an entry of data.dataset_name"
@@ -99,7 +100,8 @@ def micro_batches(memory: MemoryConfig) -> str:
 
 
 def _head(name: str, field: FieldInfo) -> str:
-    return f"  {name}: {_type(field)}{_default(field)}"
+    default = ", required" if field.is_required() else f" = {yaml_text.one_line(field.default)}"
+    return f"  {name}: {_type(field)}{default}"
 
 
 def _type(field: FieldInfo) -> str:
@@ -127,7 +129,3 @@ def _choices(annotation: Any) -> list[str]:
 def _either(choices: Sequence[str]) -> str:
     """Join alternatives as `a, b or c`."""
     return " or ".join(filter(None, [", ".join(choices[:-1]), choices[-1]]))
-
-
-def _default(field: FieldInfo) -> str:
-    return ", required" if field.is_required() else f" = {yaml_text.one_line(field.default)}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rl_vlm.config.data_sources import is_file
+from rl_vlm.config.data_names import is_file
 from rl_vlm.config.function_names import is_live_name
 from rl_vlm.config.function_source import INSTALLED, module_file
 

@@ -2,7 +2,8 @@
 
 import logging
 
-from rl_vlm.config.schema import PRECISION, RunConfig
+from rl_vlm.config.schema import RunConfig
+from rl_vlm.config.sections import PRECISION
 
 DEFAULTS = {"cuda": "bfloat16"}
 """Compute precision by the type of a device. Others compute in float32."""

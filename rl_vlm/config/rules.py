@@ -9,15 +9,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from rl_vlm.config import schedules
 from rl_vlm.config.addresses import wrong_addresses
+from rl_vlm.config.data_names import Which
 from rl_vlm.config.data_sources import (
     NAMES,
     OWN_SETTINGS,
     SPLITS,
-    Which,
     all_entries,
     all_entries_have,
     has_draws,
@@ -34,10 +34,8 @@ from rl_vlm.config.engines import ENGINES, READ_BY_STARTED_SERVERS, VLLM_SETTING
 from rl_vlm.config.function_names import is_live_name, label_of_live
 from rl_vlm.config.function_source import read_source
 from rl_vlm.config.parts import named_parts
+from rl_vlm.config.sections import Sections
 from rl_vlm.stages import TAKEN_NAME, is_taken
-
-if TYPE_CHECKING:
-    from rl_vlm.config.schema import RunConfig
 
 
 class Rule(NamedTuple):
@@ -46,14 +44,14 @@ class Rule(NamedTuple):
     names: str
     """The settings, separated by spaces. If all of them have their defaults, the rule is not broken, since a file may
     write defaults. If there are none, the rule is about missing settings."""
-    when: Callable[[RunConfig], bool | list[dict[str, Any]]]
+    when: Callable[[Sections], bool | list[dict[str, Any]]]
     """Whether the rule is broken, or the values that each of its messages names."""
     message: str
     """Template of the message. `{section.leaf}` is a setting, `{names}` lists the settings that are not at their
     defaults, and `{has}` and `{them}` agree with their number."""
 
 
-def broken(config: RunConfig, rules: Iterable[Rule]) -> Iterator[str]:
+def broken(config: Sections, rules: Iterable[Rule]) -> Iterator[str]:
     """Yield the messages of the rules that the settings break."""
     sections = dict(config)
     changed = [
@@ -72,14 +70,14 @@ def broken(config: RunConfig, rules: Iterable[Rule]) -> Iterator[str]:
             yield rule.message.format(**sections, names=listed, has=has, them=them, **values)
 
 
-def taken_names(run: RunConfig) -> list[dict[str, Any]]:
+def taken_names(run: Sections) -> list[dict[str, Any]]:
     """Return the names of reward functions that a run uses itself, as far as they are known before loading."""
     specs = [spec for spec in run.rewards.specs if spec.name or is_live_name(spec.function)]
     labels = {spec.name or label_of_live(spec.function) for spec in specs}
     return [{"name": name} for name in sorted(filter(is_taken, labels))]
 
 
-def unread(names: str, when: Callable[[RunConfig], bool], reason: str, way_out: str) -> Rule:
+def unread(names: str, when: Callable[[Sections], bool], reason: str, way_out: str) -> Rule:
     """Build the rule about settings that have no effect.
 
     `reason` completes the sentence "they have no effect …", and `way_out` is the alternative to leaving them out.
@@ -99,20 +97,20 @@ def read_by_other_engines(name: str, engine: Engine) -> Rule:
     )
 
 
-def ignored_by_own_loss(run: RunConfig, name: str) -> bool:
+def ignored_by_own_loss(run: Sections, name: str) -> bool:
     """Return whether the source of the user's loss never reads a setting. If there is no source, return False."""
     source = read_source(run.algorithm.loss_type) if run.algorithm.has_own_loss else None
     return source is not None and name not in source.attributes
 
 
-def averages_turns(run: RunConfig) -> bool:
+def averages_turns(run: Sections) -> bool:
     """Return whether the gradient of the loss depends on turns by their mean advantage alone."""
     algorithm = run.algorithm
     is_averaged = algorithm.importance_sampling_level == "sequence" and algorithm.loss_type != "cispo"
     return algorithm.turn_advantages != "none" and is_averaged and not algorithm.has_own_loss
 
 
-def low_delta(run: RunConfig) -> list[dict[str, Any]]:
+def low_delta(run: Sections) -> list[dict[str, Any]]:
     """Return the upper clip bound and its setting if `delta` is not above it."""
     algorithm = run.algorithm
     name = "epsilon" if algorithm.epsilon_high is None else "epsilon_high"
@@ -122,7 +120,7 @@ def low_delta(run: RunConfig) -> list[dict[str, Any]]:
     return [{"name": name, "upper": upper}] if is_low else []
 
 
-def unexpanded(run: RunConfig) -> list[dict[str, Any]]:
+def unexpanded(run: Sections) -> list[dict[str, Any]]:
     """Return the advice about `output_dir` if it has parts that only a shell expands."""
     path = run.train.output_dir
     if not path.startswith("~") and "$" not in path:
@@ -161,17 +159,17 @@ def entry_rules(which: Which) -> tuple[Rule, ...]:
     )
 
 
-def takes_steps(run: RunConfig) -> bool:
+def takes_steps(run: Sections) -> bool:
     """Return whether an environment takes the turns as steps."""
     return run.rollout.environment is not None and run.rollout.environment_protocol == "steps"
 
 
-def has_no_reward(run: RunConfig) -> bool:
+def has_no_reward(run: Sections) -> bool:
     """Return whether nothing can score completions. The class of an environment may have a method for it."""
     return not run.rewards.reward_funcs and run.rollout.environment is None
 
 
-def changes_base(run: RunConfig) -> bool:
+def changes_base(run: Sections) -> bool:
     """Return whether the initialisation of the adapter changes the base weights."""
     return run.model.init_lora_weights in ("pissa", "olora")
 

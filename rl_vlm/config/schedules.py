@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from rl_vlm.config.sections import Sections
 from rl_vlm.config.typed import why_not
-
-if TYPE_CHECKING:
-    from rl_vlm.config.schema import RunConfig
 
 Number = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -36,28 +34,28 @@ POLYNOMIAL_LR_END = 1e-7
 """Default of `lr_end` in transformers."""
 
 
-def unknown_arguments(run: RunConfig) -> list[dict[str, Any]]:
+def unknown_arguments(run: Sections) -> list[dict[str, Any]]:
     """Return the unknown arguments of a schedule, and its known ones."""
     known = ARGUMENTS[run.train.lr_scheduler_type]
     unknown = sorted(run.train.lr_scheduler_kwargs.keys() - known.keys())
     return [{"found": ", ".join(unknown), "valid": ", ".join(known) or "none"}] if unknown else []
 
 
-def wrong_arguments(run: RunConfig) -> list[dict[str, Any]]:
+def wrong_arguments(run: Sections) -> list[dict[str, Any]]:
     """Return the arguments of a wrong type, with the reasons."""
     known, given = ARGUMENTS[run.train.lr_scheduler_type], run.train.lr_scheduler_kwargs
     wrong = {name: why for name in known if name in given and (why := why_not(given[name], known[name]))}
     return [{"name": name, "value": given[name], "why": why} for name, why in wrong.items()]
 
 
-def min_lr_above_peak(run: RunConfig) -> bool:
+def min_lr_above_peak(run: Sections) -> bool:
     """Return whether the schedule has `min_lr`, and it is a number above the learning rate."""
     train = run.train
     is_read = "min_lr" in ARGUMENTS[train.lr_scheduler_type] and not wrong_arguments(run)
     return is_read and train.lr_scheduler_kwargs.get("min_lr", 0.0) > train.learning_rate
 
 
-def end_above_peak(run: RunConfig) -> list[dict[str, Any]]:
+def end_above_peak(run: Sections) -> list[dict[str, Any]]:
     """Return the end of a polynomial schedule if it is not below the learning rate."""
     train = run.train
     end = train.lr_scheduler_kwargs.get("lr_end", POLYNOMIAL_LR_END)

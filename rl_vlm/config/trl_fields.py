@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rl_vlm.config.data_sources import split_name
+from rl_vlm.config.data_names import split_name
 from rl_vlm.config.trl_refused import NOT_HERE
 
 Settings = dict[str, Any]

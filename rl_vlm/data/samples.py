@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rl_vlm.config.data_sources import NAMES, SPLITS, Which, data_sources, is_mixture, num_draws
+from rl_vlm.config.data_names import Which, num_draws
+from rl_vlm.config.data_sources import NAMES, SPLITS, data_sources, is_mixture
 from rl_vlm.config.schema import DataConfig, DataSource
 from rl_vlm.data.columns import choose_columns, prompt_columns, reward_columns
 from rl_vlm.data.images import check_image, image_file, read_image

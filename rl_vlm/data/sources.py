@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rl_vlm.config import json_text
-from rl_vlm.config.data_sources import is_file, num_draws
+from rl_vlm.config.data_names import is_file, num_draws
 from rl_vlm.data.tables import ArrowRows, ListRows
 from rl_vlm.errors import DataError, RLVLMError, text_of
 from rl_vlm.functions import LoadError, load_function

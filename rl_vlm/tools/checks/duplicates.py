@@ -20,7 +20,7 @@ from typing import Any
 
 from PIL.Image import Image
 
-from rl_vlm.config.data_sources import num_draws
+from rl_vlm.config.data_names import num_draws
 from rl_vlm.data.check import NUM_THREADS
 from rl_vlm.data.images import image_content, open_image, read_image
 from rl_vlm.data.samples import Rows

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from functools import partial
 
 from rl_vlm.config.batches import endless_warmup, total_optimizer_steps
-from rl_vlm.config.data_sources import Which, data_sources
+from rl_vlm.config.data_names import Which
+from rl_vlm.config.data_sources import data_sources
 from rl_vlm.config.schema import DataConfig
 from rl_vlm.data.columns import refuse_unread_media
 from rl_vlm.data.samples import FindGold, Rows, load_rows

@@ -11,7 +11,8 @@ from functools import partial
 from hashlib import blake2b
 from typing import NamedTuple
 
-from rl_vlm.config.data_sources import Which, data_sources
+from rl_vlm.config.data_names import Which
+from rl_vlm.config.data_sources import data_sources
 from rl_vlm.config.schema import DataConfig
 from rl_vlm.data.check import RowNote, UsableRows, inspect_row, no_gold, over_rows
 from rl_vlm.data.samples import FindGold, Rows, load_rows

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rl_vlm.config import yaml_text
-from rl_vlm.config.data_sources import split_name
+from rl_vlm.config.data_names import split_name
 from rl_vlm.config.function_names import names_function
 from rl_vlm.config.secrets import without_secrets
 from rl_vlm.model.families import FAMILIES
@@ -54,22 +54,22 @@ def model_card(export: Export) -> str:
         undefined=StrictUndefined, loader=FileSystemLoader(Path(__file__).parent), trim_blocks=True, lstrip_blocks=True,
         keep_trailing_newline=True, finalize=public,
     )  # fmt: skip
-    source, run = export.source, export.source.run
+    source, run, is_adapter = export.source, export.source.run, export.form == "adapter"
     start = run.starts[-1] if run and run.starts else {}
     verdict = verdict_of(run) if run else None
     versions = start.get("packages", {})
     return environment.get_template(TEMPLATE).render(
         front_matter=yaml_text.dump(front_matter(export)),
         export=export,
-        base=base_name(source),
+        base=source.base if source.is_on_hub(source.base) else Path(source.base).name,
         base_is_here=not source.is_on_hub(source.base),
         made_by=made if names_function(made := source.setting("model.model_name_or_path")) else None,
         state=state_of(source),
         rows=[Fact(label, cell(value)) for label, value in training_rows(source)],
         verdict=verdict,
         held_out=held_out_method(source),
-        not_in_vllm=why_not_served(source) if export.form == "adapter" else None,
-        lora_rank=lora_rank(source) if export.form == "adapter" else None,
+        not_in_vllm=why_not_served(source) if is_adapter else None,
+        lora_rank=allowed_lora_rank(read_json(source.checkpoint / ADAPTER_CONFIG)["r"]) if is_adapter else None,
         start=start,
         versions=", ".join(f"{name} {versions[name]}" for name in PACKAGES if name in versions),
     )
@@ -92,11 +92,6 @@ def front_matter(export: Export) -> dict[str, Any]:
         metadata["datasets"] = datasets
     metadata["tags"] = ["grpo", "rl-vlm", *(["lora"] if source.is_adapter else [])]
     return metadata
-
-
-def base_name(source: Source) -> str:
-    """Return the name of the base model on the hub, or else the last part of its path."""
-    return source.base if source.is_on_hub(source.base) else Path(source.base).name
 
 
 def data_names(source: Source, setting: str) -> list[str]:
@@ -160,11 +155,6 @@ def why_not_served(source: Source) -> str | None:
     """Return the reason why vLLM cannot load the adapter, or None if it can."""
     vision = tuple(prefix for family in FAMILIES.values() for prefix in family.vision_prefixes)
     return why_not_in_vllm(source.checkpoint, vision)
-
-
-def lora_rank(source: Source) -> int:
-    """Return vLLM's `max_lora_rank` for the adapter."""
-    return allowed_lora_rank(read_json(source.checkpoint / ADAPTER_CONFIG)["r"])
 
 
 def cell(value: Any) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_vlm.checkpoint import store
-from rl_vlm.config.data_sources import is_file
+from rl_vlm.config.data_names import is_file
 from rl_vlm.config.function_names import names_function
 from rl_vlm.config.schema import ModelConfig
 from rl_vlm.errors import CheckpointError, ConfigError

@@ -13,7 +13,8 @@ from rl_vlm.config.conversions import NOTE, PROCESSES
 from rl_vlm.config.elsewhere import LEFT_OUT, ROWS, row_of
 from rl_vlm.config.load import FULL_NAMES
 from rl_vlm.config.rules import CONFLICTS, FOR_TRAINING, UNREAD, broken
-from rl_vlm.config.schema import SECTIONS, SETTINGS, RunConfig
+from rl_vlm.config.schema import SECTIONS, SETTINGS
+from rl_vlm.config.sections import Sections
 from rl_vlm.config.trl_refused import CHANGE_NO_RESULT
 from rl_vlm.errors import ConfigError, did_you_mean
 from rl_vlm.tools.migrate.source import Item, Original
@@ -180,14 +181,13 @@ def _required(section: str) -> dict[str, Any]:
     return {name: "model" for name, field in SECTIONS[section].model_fields.items() if field.is_required()}
 
 
-def _unchecked(settings: Mapping[str, Any]) -> RunConfig:
-    """Build a config without the rules about several settings."""
+def _unchecked(settings: Mapping[str, Any]) -> Sections:
+    """Build the settings without the rules about several of them."""
     values = {section: _required(section) for section in SECTIONS}
     for name, value in settings.items():
         section, leaf = name.split(".")
         values[section][leaf] = value
-    sections: dict[str, Any] = {section: model.model_validate(values[section]) for section, model in SECTIONS.items()}
-    return RunConfig.model_construct(None, **sections)
+    return Sections.model_validate(values)
 
 
 def _leave_out_unread(result: Translation) -> None:
