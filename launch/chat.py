@@ -106,10 +106,10 @@ def serve(served: Served, name: str, host: str, port: int) -> NoReturn:
 
 def welcome(served: Served, service: ChatService, url: str, proof: Proof) -> str:
     """Return the first message: the checkpoint, its limits and proof, and the base URL and model name for clients."""
-    from rl_vlm.tools.serving.build import limits_in_words, proof_in_words
+    from rl_vlm.tools.serving.build import limits_in_words
 
     limits = "".join(f"  {line}\n" for line in limits_in_words(served, service))
-    lines = "".join(f"  {line}\n" for line in proof_in_words(proof))
+    lines = "".join(f"  {check.result:22} {check}\n" for check in proof.checks)
     proven = f"Checks of the model on this device:\n{lines}" if lines else ""
     return (
         f"{served.checkpoint} answers with engine {served.config.rollout.engine} until Ctrl-C. Limits:\n{limits}"

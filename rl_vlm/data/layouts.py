@@ -25,12 +25,10 @@ def read_turns(row: Row, where: str) -> Any:
     filled = {name for name in MEDIA_COLUMNS if is_filled(row.get(name))}
     if "video" in kinds or not filled or not filled.issubset(VIDEO_COLUMNS):
         return messages
-    return [message | {"content": list(map(as_video, message["content"]))} for message in messages]
-
-
-def as_video(block: Row) -> Row:
-    """Return a block, of a video if it is one of an image."""
-    return {"type": "video"} if block["type"] == "image" else block
+    return [
+        message | {"content": [{"type": "video"} if one["type"] == "image" else one for one in message["content"]]}
+        for message in messages
+    ]
 
 
 def read_question(row: Row, where: str) -> Any:

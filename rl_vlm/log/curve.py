@@ -63,13 +63,12 @@ def reward_metrics(lines: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
     return [("Reward", "reward"), *((name, f"rewards/{name}/mean") for name in functions)]
 
 
-def reward_series(
-    lines: Sequence[Mapping[str, Any]], metric: str, training: Sequence[Point] | None = None
-) -> list[Series]:
-    """Return a reward in training and on held-out rows. `training` replaces the points of the metric."""
-    held_out = held_out_points(lines, metric)
-    training = thinned(training or metric_points(lines, metric))
-    series = [Series("training", training), Series("held out", held_out, 1, "dots")]
+def reward_series(lines: Sequence[Mapping[str, Any]], metric: str) -> list[Series]:
+    """Return a reward in training and on held-out rows."""
+    series = [
+        Series("training", thinned(metric_points(lines, metric))),
+        Series("held out", held_out_points(lines, metric), 1, "dots"),
+    ]
     return [one for one in series if one.points]
 
 

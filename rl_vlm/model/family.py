@@ -164,6 +164,11 @@ class Family:
                 _positions[prompt] = self.row_positions(model, row, [prompt.mm_inputs])
         return _positions[prompt]
 
+    @property
+    def has_one_token(self) -> bool:
+        """Return whether images and videos have the same placeholder token (GLM-V)."""
+        return self.image_token == self.video_token
+
     def is_video(self, config: PreTrainedConfig, rendered: Rendered) -> Bool[Tensor, " placeholders"]:
         """Return which placeholder tokens are of videos. The others are of images."""
         token_ids, image = rendered.token_ids, getattr(config, self.image_token)
@@ -177,7 +182,7 @@ class Family:
 
     def own_forward_takes(self, prompt: Prompt) -> bool:
         """Return whether the model's own forward takes a prompt. GLM-V's takes no prompt with images and videos."""
-        if self.own_forward_takes_videos and self.image_token != self.video_token:
+        if self.own_forward_takes_videos and not self.has_one_token:
             return True
         return not has_video(prompt) or (self.own_forward_takes_videos and "pixel_values" not in prompt.mm_inputs)
 

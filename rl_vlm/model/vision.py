@@ -134,7 +134,7 @@ class VisionEncoder:
 
     def in_order(self, rendered: Rendered, features: ImageFeatures) -> ImageFeatures:
         """Return features in the order of placeholders, if images and videos have the same token."""
-        if features.num_image_tokens is None or self.family.video_token != self.family.image_token:
+        if features.num_image_tokens is None or not self.family.has_one_token:
             return features
         return features.placed(self.family.is_video(self.model.config, rendered))
 

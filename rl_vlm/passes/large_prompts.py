@@ -65,10 +65,8 @@ class LargePrompts:
             what = f"its {media} count as {price} tokens in the vision tower"
         else:
             what = f"its prompt{f' with {media}' if media else ''} and one token of a completion have {needed} tokens"
-        fitting = {
-            "data.max_frames": self.fitting_frames(prompt),
-            self.pixel_setting(prompt): self.fitting_pixels(prompt),
-        }
+        pixels = "data.video_max_pixels" if prompt.sample.all_videos else "data.max_pixels"
+        fitting = {"data.max_frames": self.fitting_frames(prompt), pixels: self.fitting_pixels(prompt)}
         lower = "".join(f", or {name} to at most {value}" for name, value in fitting.items() if value)
         return (
             f"Sample {prompt.sample.sample_id}: {what}, more than memory.micro_batch_tokens "
@@ -90,7 +88,7 @@ class LargePrompts:
     def fitting_frames(self, prompt: Prompt) -> int | None:
         """Return a limit on the frames of each video with which the prompt fits, or None if there is none.
 
-        The text of a video's frames is taken to stay.
+        The text around a video's frames is assumed to stay.
         """
         sample = prompt.sample
         if sample.own_images or not sample.all_videos:
@@ -108,11 +106,6 @@ class LargePrompts:
         (placeholders,) = vision.placeholders([prompt])
         left_by_text = tokens - 1 - (len(prompt.token_ids) - placeholders)
         return max(0.0, min(1.0, left_by_text / placeholders, tokens / price if price else 1.0))
-
-    @staticmethod
-    def pixel_setting(prompt: Prompt) -> str:
-        """Return the setting that bounds the pixels of the prompt's images, or of its frames."""
-        return "data.video_max_pixels" if prompt.sample.all_videos else "data.max_pixels"
 
 
 def num_frames(sample: Sample) -> int:

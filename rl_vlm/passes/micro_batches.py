@@ -24,7 +24,7 @@ VisionTokens = Callable[[Rendered], int]
 
 
 def no_vision(rendered: Rendered) -> int:
-    """Return 0, for counts of language tokens alone."""
+    """Return 0, so that only language tokens count."""
     return 0
 
 
@@ -52,7 +52,7 @@ def make_micro_batches(
     ]
 
 
-def training_tokens(group: ScoredGroup, sharing: Sharing, vision_tokens: VisionTokens) -> int:
+def training_tokens(group: ScoredGroup, sharing: Sharing, vision_tokens: VisionTokens = no_vision) -> int:
     """Return the tokens that training on a whole group computes. At least one of its completions must be valid."""
     size = Size.of(group, valid_members(group), vision_tokens)
     return size.tokens(shared=why_dense(group, sharing) is None)
@@ -170,7 +170,8 @@ class Packer:
     def split_members(self, group: ScoredGroup, members: Sequence[int]) -> list[SubGroup]:
         """Split completions of one prompt into sub-groups that each fit the budget.
 
-        If they are cut, the sub-groups do not pay for the images of the prompt: the vision tower runs apart from them.
+        If the completions are cut, the images of the prompt cost the sub-groups nothing: the vision tower runs apart
+        from them.
         """
         if self.fits(Size.of(group, members, self.vision_tokens)):
             return [SubGroup(group, list(members))]

@@ -148,7 +148,8 @@ class RewardSuite:
         answers = without_taken_names(self.names, answers)
         group_size = len(groups[0].completions) if groups else 0
         shape = (len(self.names), len(groups), group_size)
-        scores_FPG = torch.tensor([[_as_float(score) for score in answer.scores] for answer in answers]).reshape(shape)
+        numbers = [[score if isinstance(score, float) else math.nan for score in answer.scores] for answer in answers]
+        scores_FPG = torch.tensor(numbers).reshape(shape)
         failures = faults_of_environments(groups)
         faulted = [
             [isinstance(score, Fault) for score in scores] for scores in (failures, *(a.scores for a in answers))
@@ -247,7 +248,3 @@ def without_taken_names(names: Sequence[str], answers: Sequence[Answer]) -> list
 def shown(text: str) -> str:
     """Format the text of a fault for files and the log."""
     return shorten(without_secrets(text))
-
-
-def _as_float(score: Score) -> float:
-    return score if isinstance(score, float) else math.nan

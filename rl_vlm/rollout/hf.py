@@ -237,10 +237,6 @@ class HFEngine:
             by_request.setdefault(row.number, []).append(sampled[i])
         return by_request
 
-    def prompts_at_once(self, sampling: Sampling) -> int:
-        """Return the number of prompts in a batch."""
-        return 1 if self.vision.family.one_prompt_at_once else max(1, self.max_num_seqs // sampling.num_generations)
-
     def next_batch(self, requests: list[RolloutRequest], sampling: Sampling) -> list[Group]:
         """Generate the groups of one batch: of as many first requests as are sampled at once.
 
@@ -250,7 +246,8 @@ class HFEngine:
         """
 
         def first() -> list[RolloutRequest]:
-            return requests[: self.prompts_at_once(sampling)]
+            is_single = self.vision.family.one_prompt_at_once
+            return requests[: 1 if is_single else max(1, self.max_num_seqs // sampling.num_generations)]
 
         return self.recovering(
             lambda: self.generate_batch(first(), sampling),
@@ -478,7 +475,7 @@ class TurnRow(NamedTuple):
 
 
 def turns_to_continue(number: int, request: RolloutRequest) -> list[TurnRow]:
-    """Return the rows of a request, if it is a further turn. There are none if it is the first."""
+    """Return the rows of a request for a further turn, or none for a first turn."""
     paused = request.paused(0) if request.partial else {}
     if not any(completion.contexts or completion.pending for completion in paused.values()):
         return []

@@ -114,10 +114,6 @@ class Data:
                 prompts[self.usable.rows.place(index)] = build_prompt(self.usable.rows, index, self.builder)
         return prompts
 
-    def first_prompts(self) -> Iterator[Prompt]:
-        """Yield the prompts of the first `NUM_PLANNED` rows that can be built, for the memory plan."""
-        return islice(self.prompts(), NUM_PLANNED)
-
     def prompts(self) -> Iterator[Prompt]:
         """Yield the prompts of the rows that can be built."""
         for index in self.usable.indices:
@@ -167,7 +163,7 @@ def build_parts(config: RunConfig, opened: ExitStack, instruments: Sequence[Make
         opened.callback(toolbox.close)
         opened.enter_context(rewards).check_weights()
     data = load_data(config, saved, rewards, toolbox, plan, ranks)
-    planned, memory_plan = start_budget(config, data.initial, ranks, data.first_prompts())
+    planned, memory_plan = start_budget(config, data.initial, ranks, islice(data.prompts(), NUM_PLANNED))
     with ranks.agree():
         observed = Observed(config, ranks, directory.path, memory_plan)
         made = [instrument for make in instruments if (instrument := make(observed)) is not None]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rl_vlm.tiny.family import TinyFamily, chat_template
+from rl_vlm.tiny.family import TinyFamily, chat_template, hf_class
 from rl_vlm.tiny.gemma import SIGLIP, sliding_sizes
 
 if TYPE_CHECKING:
@@ -18,9 +18,7 @@ _COHERE_TOKENS = {
 
 
 def _aya_vision_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
-    from transformers import AyaVisionConfig
-
-    return AyaVisionConfig(
+    return hf_class("AyaVisionConfig")(
         text_config=sliding_sizes(tokenizer, hidden_size, "cohere2"),
         vision_config=SIGLIP,
         image_token_index=tokenizer.convert_tokens_to_ids("<|IMG_PATCH|>"),
@@ -28,10 +26,8 @@ def _aya_vision_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
 
 
 def _aya_vision_processor(tokenizer: Any) -> ProcessorMixin:
-    from transformers import AyaVisionProcessor, GotOcr2ImageProcessor
-
-    return AyaVisionProcessor(
-        image_processor=GotOcr2ImageProcessor(size={"height": 16, "width": 16}, max_patches=4),
+    return hf_class("AyaVisionProcessor")(
+        image_processor=hf_class("GotOcr2ImageProcessor")(size={"height": 16, "width": 16}, max_patches=4),
         tokenizer=tokenizer,
         patch_size=4,
         img_size=16,
@@ -41,9 +37,7 @@ def _aya_vision_processor(tokenizer: Any) -> ProcessorMixin:
 
 
 def _cohere2_vision_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
-    from transformers import Cohere2VisionConfig
-
-    return Cohere2VisionConfig(
+    return hf_class("Cohere2VisionConfig")(
         text_config=sliding_sizes(tokenizer, hidden_size, "cohere2"),
         vision_config=SIGLIP | {"image_size": 32},
         alignment_intermediate_size=2 * hidden_size,
@@ -53,11 +47,9 @@ def _cohere2_vision_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig
 
 def _cohere2_vision_processor(tokenizer: Any) -> ProcessorMixin:
     """Use tiles of twice `patch_size`: they have `patch_size` squared tokens, as the processor counts them."""
-    from transformers import Cohere2VisionImageProcessor, Cohere2VisionProcessor
-
     sizes: dict[str, Any] = {"size": {"height": 32, "width": 32}, "patch_size": 4, "max_patches": 3}
-    return Cohere2VisionProcessor(
-        image_processor=Cohere2VisionImageProcessor(**sizes),
+    return hf_class("Cohere2VisionProcessor")(
+        image_processor=hf_class("Cohere2VisionImageProcessor")(**sizes),
         tokenizer=tokenizer,
         chat_template=chat_template("<|IMG_PATCH|>"),
     )

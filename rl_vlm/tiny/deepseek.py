@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rl_vlm.tiny.family import TinyFamily, chat_template, text_sizes
+from rl_vlm.tiny.family import TinyFamily, chat_template, hf_class, text_sizes
 from rl_vlm.tiny.gemma import SIGLIP
 
 if TYPE_CHECKING:
@@ -16,9 +16,7 @@ _KIMI_TOKENS = (
 
 
 def _deepseek_vl_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
-    from transformers import DeepseekVLConfig
-
-    return DeepseekVLConfig(
+    return hf_class("DeepseekVLConfig")(
         text_config=text_sizes(tokenizer, hidden_size, "llama"),
         vision_config=SIGLIP,
         image_token_id=tokenizer.image_token_id,
@@ -26,10 +24,8 @@ def _deepseek_vl_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
 
 
 def _deepseek_vl_processor(tokenizer: Any) -> ProcessorMixin:
-    from transformers import DeepseekVLImageProcessor, DeepseekVLProcessor
-
-    return DeepseekVLProcessor(
-        image_processor=DeepseekVLImageProcessor(size={"height": 16, "width": 16}, min_size=4),
+    return hf_class("DeepseekVLProcessor")(
+        image_processor=hf_class("DeepseekVLImageProcessor")(size={"height": 16, "width": 16}, min_size=4),
         tokenizer=tokenizer,
         num_image_tokens=16,
         chat_template=chat_template("<image_placeholder>"),
@@ -37,8 +33,6 @@ def _deepseek_vl_processor(tokenizer: Any) -> ProcessorMixin:
 
 
 def _kimi_k25_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
-    from transformers import Kimi_K25Config
-
     latent = {
         "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
         "head_dim": 8, "num_key_value_heads": 4,
@@ -52,7 +46,7 @@ def _kimi_k25_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
         "patch_size": 4, "pos_emb_height": 8, "pos_emb_width": 8,
     }  # fmt: skip
     ids = tokenizer.convert_tokens_to_ids
-    return Kimi_K25Config(
+    return hf_class("Kimi_K25Config")(
         text_config=text_sizes(tokenizer, hidden_size, "deepseek_v3") | latent | experts,
         vision_config=vision,
         projection_hidden_size=32,
@@ -70,13 +64,11 @@ def _strong_patches(model: PreTrainedModel) -> None:
 
 
 def _kimi_k25_processor(tokenizer: Any) -> ProcessorMixin:
-    import transformers
-
     sizes: dict[str, Any] = {"patch_size": 4, "size": {"max_height": 64, "max_width": 64}}
-    return transformers.Kimi_K25Processor(
-        image_processor=transformers.Kimi_K25ImageProcessor(**sizes, max_patches=128),
+    return hf_class("Kimi_K25Processor")(
+        image_processor=hf_class("Kimi_K25ImageProcessor")(**sizes, max_patches=128),
         tokenizer=tokenizer,
-        video_processor=transformers.Kimi_K25VideoProcessor(**sizes),
+        video_processor=hf_class("Kimi_K25VideoProcessor")(**sizes),
         chat_template=chat_template(
             "<|media_begin|>image<|media_content|><|media_pad|><|media_end|>", "<|kimi_k25_video_placeholder|>"
         ),

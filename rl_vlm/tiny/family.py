@@ -51,6 +51,13 @@ class TinyFamily:
     """Whether config and processor take `resolution`, too."""
 
 
+def hf_class(name: str) -> Any:
+    """Return a class of transformers, which is imported by the first call."""
+    import transformers
+
+    return getattr(transformers, name)
+
+
 def layer_sizes(tokenizer: Any, hidden_size: int) -> dict[str, Any]:
     """Return the sizes of a causal language model of two layers with grouped-query attention."""
     return {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from rl_vlm.tiny.family import Resolution, TinyFamily, chat_template, text_sizes, vision_sizes
+from rl_vlm.tiny.family import Resolution, TinyFamily, chat_template, hf_class, text_sizes, vision_sizes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, ProcessorMixin
@@ -36,10 +36,8 @@ def capped_sizes(tokenizer: Any, hidden_size: int, model_type: str) -> dict[str,
 
 
 def _gemma3_config(tokenizer: Any, hidden_size: int, resolution: Resolution = _GEMMA3_RESOLUTION) -> PreTrainedConfig:
-    from transformers import Gemma3Config
-
     vision = {"image_size": resolution.side, "patch_size": resolution.patch_size(merged=2)}
-    return Gemma3Config(
+    return hf_class("Gemma3Config")(
         text_config=sliding_sizes(tokenizer, hidden_size, "gemma3_text") | {"query_pre_attn_scalar": hidden_size // 4},
         vision_config=SIGLIP | vision,
         mm_tokens_per_image=resolution.num_tokens,
@@ -50,10 +48,8 @@ def _gemma3_config(tokenizer: Any, hidden_size: int, resolution: Resolution = _G
 
 
 def _gemma3_processor(tokenizer: Any, resolution: Resolution = _GEMMA3_RESOLUTION) -> ProcessorMixin:
-    from transformers import Gemma3ImageProcessor, Gemma3Processor
-
-    return Gemma3Processor(
-        image_processor=Gemma3ImageProcessor(size=resolution.size),
+    return hf_class("Gemma3Processor")(
+        image_processor=hf_class("Gemma3ImageProcessor")(size=resolution.size),
         tokenizer=tokenizer,
         image_seq_length=resolution.num_tokens,
         chat_template=chat_template("<start_of_image>"),
@@ -68,10 +64,8 @@ def _paligemma_config(
     text_model: str, sizes: Callable[[Any, int, str], dict[str, Any]]
 ) -> Callable[..., PreTrainedConfig]:
     def build(tokenizer: Any, hidden_size: int, resolution: Resolution = _PALIGEMMA_RESOLUTION) -> PreTrainedConfig:
-        from transformers import PaliGemmaConfig
-
         _paligemma_processor(tokenizer)  # adds a thousand tokens for locations and segments
-        return PaliGemmaConfig(
+        return hf_class("PaliGemmaConfig")(
             text_config=sizes(tokenizer, hidden_size, text_model),
             vision_config=SIGLIP | {"image_size": resolution.side, "patch_size": resolution.patch_size()},
             image_token_index=tokenizer.image_token_id,
@@ -84,16 +78,12 @@ def _paligemma_config(
 
 def _paligemma_processor(tokenizer: Any, resolution: Resolution = _PALIGEMMA_RESOLUTION) -> ProcessorMixin:
     """Build the processor as published, without a chat template."""
-    from transformers import PaliGemmaProcessor, SiglipImageProcessor
-
-    image_processor = SiglipImageProcessor(size=resolution.size, image_seq_length=resolution.num_tokens)
-    return PaliGemmaProcessor(image_processor=image_processor, tokenizer=tokenizer)
+    image_processor = hf_class("SiglipImageProcessor")(size=resolution.size, image_seq_length=resolution.num_tokens)
+    return hf_class("PaliGemmaProcessor")(image_processor=image_processor, tokenizer=tokenizer)
 
 
 def _gemma4_config(num_layers: int, **text: Any) -> Callable[[Any, int], PreTrainedConfig]:
     def build(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
-        from transformers import Gemma4Config
-
         vision = {
             "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
             "num_key_value_heads": 2, "head_dim": 16, "patch_size": 4, "pooling_kernel_size": 2,
@@ -105,7 +95,7 @@ def _gemma4_config(num_layers: int, **text: Any) -> Callable[[Any, int], PreTrai
             "vocab_size_per_layer_input": len(tokenizer),
             "final_logit_softcapping": 30.0,
         }
-        return Gemma4Config(
+        return hf_class("Gemma4Config")(
             text_config=sliding_sizes(tokenizer, hidden_size, "gemma4_text", num_layers) | sizes | text,
             vision_config=vision,
             **_gemma4_ids(tokenizer),
@@ -122,15 +112,15 @@ def _gemma4_ids(tokenizer: Any) -> dict[str, Any]:
 
 def _gemma4_unified_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
     """Let patches of 8 x 8 pixels be the tokens, and give it the layer that would embed audio."""
-    from transformers import Gemma4UnifiedConfig
-
     sizes = {"intermediate_size": 2 * hidden_size, "global_head_dim": hidden_size // 2}
     text = sliding_sizes(tokenizer, hidden_size, "gemma4_unified_text") | sizes | {"final_logit_softcapping": 30.0}
     vision = {
         "patch_size": 4, "pooling_kernel_size": 2, "mm_embed_dim": 64, "mm_posemb_size": 32, "output_proj_dims": 64,
     }  # fmt: skip
     audio = {"audio_embed_dim": 16, "output_proj_dims": 16}
-    return Gemma4UnifiedConfig(text_config=text, vision_config=vision, audio_config=audio, **_gemma4_ids(tokenizer))
+    return hf_class("Gemma4UnifiedConfig")(
+        text_config=text, vision_config=vision, audio_config=audio, **_gemma4_ids(tokenizer)
+    )
 
 
 def _random_places(model: PreTrainedModel) -> None:
@@ -139,14 +129,12 @@ def _random_places(model: PreTrainedModel) -> None:
 
 def _gemma4_processor(version: str) -> Callable[[Any], ProcessorMixin]:
     def build(tokenizer: Any) -> ProcessorMixin:
-        import transformers
-
         sizes: dict[str, Any] = {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70}
-        return getattr(transformers, f"{version}Processor")(
-            feature_extractor=getattr(transformers, f"{version}AudioFeatureExtractor")(),
-            image_processor=getattr(transformers, f"{version}ImageProcessor")(**sizes),
+        return hf_class(f"{version}Processor")(
+            feature_extractor=hf_class(f"{version}AudioFeatureExtractor")(),
+            image_processor=hf_class(f"{version}ImageProcessor")(**sizes),
             tokenizer=tokenizer,
-            video_processor=getattr(transformers, f"{version}VideoProcessor")(**sizes),
+            video_processor=hf_class(f"{version}VideoProcessor")(**sizes),
             chat_template=chat_template("<|image|>", "<|video|>"),
         )
 

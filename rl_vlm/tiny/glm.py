@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from rl_vlm.tiny.family import TinyFamily, chat_template, layer_sizes, mrope
+from rl_vlm.tiny.family import TinyFamily, chat_template, hf_class, layer_sizes, mrope
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, ProcessorMixin
@@ -18,14 +18,12 @@ SPECIAL_TOKENS = (
 
 def _glm_config(config_class: str, **text: Any) -> Callable[[Any, int], PreTrainedConfig]:
     def build(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
-        import transformers
-
         ids = dict(zip(SPECIAL_TOKENS, tokenizer.convert_tokens_to_ids(list(SPECIAL_TOKENS)), strict=True))
         vision = {
             "depth": 1, "hidden_size": 32, "num_heads": 2, "patch_size": 4, "image_size": 32,
             "out_hidden_size": hidden_size, "intermediate_size": 128,
         }  # fmt: skip
-        return getattr(transformers, config_class)(
+        return hf_class(config_class)(
             text_config=_text_sizes(tokenizer, hidden_size) | text,
             vision_config=vision,
             image_start_token_id=ids["<|begin_of_image|>"],
@@ -52,15 +50,13 @@ def _text_sizes(tokenizer: Any, hidden_size: int) -> dict[str, Any]:
 
 def _glm_processor(version: str) -> Callable[[Any], ProcessorMixin]:
     def build(tokenizer: Any) -> ProcessorMixin:
-        import transformers
-
         patches = {"patch_size": 4, "merge_size": 2}
         pixels = {"shortest_edge": 2 * 8 * 8, "longest_edge": 2 * 40 * 40}  # counted over two frames, also for an image
         video_pixels = pixels | {"longest_edge": 64 * 40 * 40}
-        return getattr(transformers, f"{version}Processor")(
-            image_processor=getattr(transformers, f"{version}ImageProcessor")(size=pixels, **patches),
+        return hf_class(f"{version}Processor")(
+            image_processor=hf_class(f"{version}ImageProcessor")(size=pixels, **patches),
             tokenizer=tokenizer,
-            video_processor=getattr(transformers, f"{version}VideoProcessor")(size=video_pixels, **patches),
+            video_processor=hf_class(f"{version}VideoProcessor")(size=video_pixels, **patches),
             chat_template=chat_template(
                 "<|begin_of_image|><|image|><|end_of_image|>", "<|begin_of_video|><|video|><|end_of_video|>"
             ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rl_vlm.tiny.family import TinyFamily, chat_template, mrope, text_sizes
+from rl_vlm.tiny.family import TinyFamily, chat_template, hf_class, mrope, text_sizes
 from rl_vlm.tiny.gemma import sliding_sizes
 from rl_vlm.tiny.qwen import SPECIAL_TOKENS, token_ids
 
@@ -28,54 +28,46 @@ _HUNYUAN_TOKENS = {
 
 
 def _exaone4_5_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
-    from transformers import Exaone4_5_Config
-
     vision = {
         "depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "num_key_value_heads": 2,
         "patch_size": 4, "window_size": 32, "out_hidden_size": hidden_size, "fullatt_block_indexes": [1],
     }  # fmt: skip
     ids = {name: token_ids(tokenizer)[name] for name in ("image_token_id", "video_token_id")}
     text = sliding_sizes(tokenizer, hidden_size, "exaone4") | {"sliding_window_pattern": 2}
-    return Exaone4_5_Config(text_config=text, vision_config=vision, **ids)
+    return hf_class("Exaone4_5_Config")(text_config=text, vision_config=vision, **ids)
 
 
 def _exaone4_5_processor(tokenizer: Any) -> ProcessorMixin:
-    import transformers
-
-    return transformers.Exaone4_5_Processor(
-        image_processor=transformers.Qwen2VLImageProcessor(**_PATCHES),
+    return hf_class("Exaone4_5_Processor")(
+        image_processor=hf_class("Qwen2VLImageProcessor")(**_PATCHES),
         tokenizer=tokenizer,
-        video_processor=transformers.Qwen2VLVideoProcessor(patch_size=4, merge_size=2),
+        video_processor=hf_class("Qwen2VLVideoProcessor")(patch_size=4, merge_size=2),
         chat_template=chat_template(_IMAGE),
     )
 
 
 def _video_llama_3_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
-    from transformers import VideoLlama3Config
-
     ids = {name: token_ids(tokenizer)[name] for name in ("image_token_id", "video_token_id")}
-    return VideoLlama3Config(text_config=text_sizes(tokenizer, hidden_size, "qwen2"), vision_config=_VISION, **ids)
+    return hf_class("VideoLlama3Config")(
+        text_config=text_sizes(tokenizer, hidden_size, "qwen2"), vision_config=_VISION, **ids
+    )
 
 
 def _video_llama_3_processor(tokenizer: Any) -> ProcessorMixin:
-    import transformers
-
-    return transformers.VideoLlama3Processor(
-        image_processor=transformers.VideoLlama3ImageProcessor(**_PATCHES),
+    return hf_class("VideoLlama3Processor")(
+        image_processor=hf_class("VideoLlama3ImageProcessor")(**_PATCHES),
         tokenizer=tokenizer,
-        video_processor=transformers.VideoLlama3VideoProcessor(patch_size=4),
+        video_processor=hf_class("VideoLlama3VideoProcessor")(patch_size=4),
         chat_template=chat_template(_IMAGE),
     )
 
 
 def _paddleocr_vl_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
-    from transformers import PaddleOCRVLConfig
-
     text = text_sizes(tokenizer, hidden_size, "paddleocr_vl_text") | {
         "rope_parameters": mrope(hidden_size // 8), "tie_word_embeddings": False,
     }  # fmt: skip
     del text["model_type"]
-    return PaddleOCRVLConfig(
+    return hf_class("PaddleOCRVLConfig")(
         text_config=text,
         vision_config=_VISION | {"image_size": 32},
         image_token_id=tokenizer.image_token_id,
@@ -85,10 +77,8 @@ def _paddleocr_vl_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
 
 
 def _paddleocr_vl_processor(tokenizer: Any) -> ProcessorMixin:
-    from transformers import PaddleOCRVLImageProcessor, PaddleOCRVLProcessor
-
-    return PaddleOCRVLProcessor(
-        image_processor=PaddleOCRVLImageProcessor(**_PATCHES),
+    return hf_class("PaddleOCRVLProcessor")(
+        image_processor=hf_class("PaddleOCRVLImageProcessor")(**_PATCHES),
         tokenizer=tokenizer,
         chat_template=chat_template("<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>"),
     )
@@ -96,8 +86,6 @@ def _paddleocr_vl_processor(tokenizer: Any) -> ProcessorMixin:
 
 def _ernie4_5_vl_moe_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
     """Use one layer without experts, and one with experts for text and others for images."""
-    from transformers import Ernie4_5_VLMoeConfig
-
     experts = {"moe_k": 2, "moe_num_experts": 4, "moe_num_shared_experts": 1, "moe_intermediate_size": [64, 32]}
     text = text_sizes(tokenizer, hidden_size, "") | experts | {
         "intermediate_size": 2 * hidden_size, "tie_word_embeddings": False,
@@ -106,7 +94,7 @@ def _ernie4_5_vl_moe_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfi
     del text["model_type"]
     vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "patch_size": 4}
     ids = {name: getattr(tokenizer, name) for kind in ("image", "video") for name in _ernie_ids(kind)}
-    return Ernie4_5_VLMoeConfig(text_config=text, vision_config=vision, tie_word_embeddings=False, **ids)
+    return hf_class("Ernie4_5_VLMoeConfig")(text_config=text, vision_config=vision, tie_word_embeddings=False, **ids)
 
 
 def _ernie_ids(kind: str) -> list[str]:
@@ -114,24 +102,20 @@ def _ernie_ids(kind: str) -> list[str]:
 
 
 def _ernie4_5_vl_moe_processor(tokenizer: Any) -> ProcessorMixin:
-    import transformers
-
-    return transformers.Ernie4_5_VLMoeProcessor(
-        image_processor=transformers.Ernie4_5_VLMoeImageProcessor(**_PATCHES),
+    return hf_class("Ernie4_5_VLMoeProcessor")(
+        image_processor=hf_class("Ernie4_5_VLMoeImageProcessor")(**_PATCHES),
         tokenizer=tokenizer,
-        video_processor=transformers.Ernie4_5_VLMoeVideoProcessor(patch_size=4, merge_size=2, draw_on_frames=False),
+        video_processor=hf_class("Ernie4_5_VLMoeVideoProcessor")(patch_size=4, merge_size=2, draw_on_frames=False),
         chat_template=chat_template("<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>"),
     )
 
 
 def _hunyuan_vl_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
     """Use four kinds of positions: in the text, along width and height, and the number of the image."""
-    from transformers import HunYuanVLConfig
-
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [hidden_size // 32] * 4}
     text = text_sizes(tokenizer, hidden_size, "hunyuan_vl_text") | {"rope_parameters": rope}
     del text["model_type"]
-    return HunYuanVLConfig(
+    return hf_class("HunYuanVLConfig")(
         text_config=text | {"bos_token_id": None},
         vision_config=_VISION | {"max_image_size": 32, "min_image_size": 8, "text_hidden_size": hidden_size},
         image_token_id=tokenizer.image_token_id,
@@ -142,11 +126,9 @@ def _hunyuan_vl_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
 
 
 def _hunyuan_vl_processor(tokenizer: Any) -> ProcessorMixin:
-    from transformers import HunYuanVLImageProcessor, HunYuanVLProcessor
-
     patches: dict[str, Any] = _PATCHES | {"size": PIXELS | {"shortest_edge": 16 * 16}}
-    return HunYuanVLProcessor(
-        image_processor=HunYuanVLImageProcessor(**patches),
+    return hf_class("HunYuanVLProcessor")(
+        image_processor=hf_class("HunYuanVLImageProcessor")(**patches),
         tokenizer=tokenizer,
         chat_template=chat_template("".join(_HUNYUAN_TOKENS[f"image_{part}token"] for part in ("start_", "", "end_"))),
     )

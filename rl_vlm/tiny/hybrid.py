@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from rl_vlm.tiny import qwen
-from rl_vlm.tiny.family import TinyFamily, chat_template, text_sizes
+from rl_vlm.tiny.family import TinyFamily, chat_template, hf_class, text_sizes
 from rl_vlm.tiny.gemma import SIGLIP
 
 if TYPE_CHECKING:
@@ -39,13 +39,11 @@ def gated_delta_sizes(tokenizer: Any, hidden_size: int, model_type: str) -> dict
 
 def _qwen3_5_config(config_class: str, text_model: str, **text: Any) -> Callable[[Any, int], PreTrainedConfig]:
     def build(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
-        import transformers
-
         vision = {
             "depth": 1, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "patch_size": 4,
             "out_hidden_size": hidden_size, "num_position_embeddings": 64,
         }  # fmt: skip
-        return getattr(transformers, config_class)(
+        return hf_class(config_class)(
             text_config=gated_delta_sizes(tokenizer, hidden_size, text_model) | text,
             vision_config=vision,
             **qwen.token_ids(tokenizer),
@@ -55,14 +53,12 @@ def _qwen3_5_config(config_class: str, text_model: str, **text: Any) -> Callable
 
 
 def _lfm2_vl_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
-    from transformers import Lfm2VlConfig
-
     text = text_sizes(tokenizer, hidden_size, "lfm2") | {
         "layer_types": ["conv", "full_attention"],
         "block_auto_adjust_ff_dim": False,
     }
     vision = SIGLIP | {"model_type": "siglip2_vision_model", "num_patches": 64}
-    return Lfm2VlConfig(
+    return hf_class("Lfm2VlConfig")(
         text_config=text,
         vision_config=vision,
         projector_hidden_size=2 * hidden_size,
@@ -71,13 +67,13 @@ def _lfm2_vl_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
 
 
 def _lfm2_vl_processor(tokenizer: Any) -> ProcessorMixin:
-    from transformers import Lfm2VlImageProcessor, Lfm2VlProcessor
-
-    image_processor = Lfm2VlImageProcessor(
+    image_processor = hf_class("Lfm2VlImageProcessor")(
         encoder_patch_size=4, tile_size=32, min_image_tokens=4, max_image_tokens=16, max_tiles=4,
         return_row_col_info=True,
     )  # fmt: skip
-    return Lfm2VlProcessor(image_processor=image_processor, tokenizer=tokenizer, chat_template=chat_template("<image>"))
+    return hf_class("Lfm2VlProcessor")(
+        image_processor=image_processor, tokenizer=tokenizer, chat_template=chat_template("<image>")
+    )
 
 
 def _minicpm_config(config_class: str, marks: bool) -> Callable[[Any, int], PreTrainedConfig]:
@@ -87,8 +83,6 @@ def _minicpm_config(config_class: str, marks: bool) -> Callable[[Any, int], PreT
     """
 
     def build(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
-        import transformers
-
         ids = {"image_token_id": tokenizer.image_token_id, "video_token_id": tokenizer.video_token_id}
         if marks:
             names = ("image_start", "image_end", "slice_start", "slice_end")
@@ -98,7 +92,7 @@ def _minicpm_config(config_class: str, marks: bool) -> Callable[[Any, int], PreT
             "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
             "patch_size": 4, "image_size": 32,
         }  # fmt: skip
-        return getattr(transformers, config_class)(
+        return hf_class(config_class)(
             text_config=gated_delta_sizes(tokenizer, hidden_size, "qwen3_5_text"),
             vision_config=vision,
             insert_layer_id=0,
@@ -111,12 +105,10 @@ def _minicpm_config(config_class: str, marks: bool) -> Callable[[Any, int], PreT
 
 def _minicpm_processor(processor_class: str) -> Callable[[Any], ProcessorMixin]:
     def build(tokenizer: Any) -> ProcessorMixin:
-        import transformers
-
         sizes: dict[str, Any] = {"patch_size": 4, "scale_resolution": 32, "max_slice_nums": 4}
-        return getattr(transformers, processor_class)(
-            image_processor=transformers.MiniCPMV4_6ImageProcessor(**sizes),
-            video_processor=transformers.MiniCPMV4_6VideoProcessor(**sizes),
+        return hf_class(processor_class)(
+            image_processor=hf_class("MiniCPMV4_6ImageProcessor")(**sizes),
+            video_processor=hf_class("MiniCPMV4_6VideoProcessor")(**sizes),
             tokenizer=tokenizer,
             chat_template=chat_template("<|image_pad|>", "<|video_pad|>"),
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rl_vlm.tiny.family import Resolution, TinyFamily, chat_template, text_sizes, vision_sizes
+from rl_vlm.tiny.family import Resolution, TinyFamily, chat_template, hf_class, text_sizes, vision_sizes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, ProcessorMixin
@@ -18,10 +18,8 @@ GRIDS = [[16, 32], [32, 16], [32, 32]]
 
 
 def _llava_config(tokenizer: Any, hidden_size: int, resolution: Resolution = _RESOLUTION) -> PreTrainedConfig:
-    from transformers import LlavaConfig
-
     vision = vision_sizes(resolution.patch_size(), resolution.side) | {"model_type": "clip_vision_model"}
-    return LlavaConfig(
+    return hf_class("LlavaConfig")(
         text_config=text_sizes(tokenizer, hidden_size, "llama"),
         vision_config=vision,
         image_token_index=tokenizer.convert_tokens_to_ids(IMAGE_TOKEN),
@@ -30,10 +28,10 @@ def _llava_config(tokenizer: Any, hidden_size: int, resolution: Resolution = _RE
 
 
 def _llava_processor(tokenizer: Any, resolution: Resolution = _RESOLUTION) -> ProcessorMixin:
-    from transformers import CLIPImageProcessor, LlavaProcessor
-
-    return LlavaProcessor(
-        image_processor=CLIPImageProcessor(size={"shortest_edge": resolution.side}, crop_size=resolution.size),
+    return hf_class("LlavaProcessor")(
+        image_processor=hf_class("CLIPImageProcessor")(
+            size={"shortest_edge": resolution.side}, crop_size=resolution.size
+        ),
         tokenizer=tokenizer,
         patch_size=resolution.patch_size(),
         vision_feature_select_strategy="default",
@@ -43,9 +41,7 @@ def _llava_processor(tokenizer: Any, resolution: Resolution = _RESOLUTION) -> Pr
 
 
 def _llava_next_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
-    from transformers import LlavaNextConfig
-
-    return LlavaNextConfig(
+    return hf_class("LlavaNextConfig")(
         text_config=text_sizes(tokenizer, hidden_size, "mistral"),
         vision_config=vision_sizes(patch_size=8, image_size=16) | {"model_type": "clip_vision_model"},
         image_token_index=tokenizer.convert_tokens_to_ids(IMAGE_TOKEN),
@@ -55,10 +51,10 @@ def _llava_next_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
 
 
 def _llava_next_processor(tokenizer: Any) -> ProcessorMixin:
-    from transformers import LlavaNextImageProcessor, LlavaNextProcessor
-
-    return LlavaNextProcessor(
-        image_processor=LlavaNextImageProcessor(size={"shortest_edge": 16}, crop_size=TILE, image_grid_pinpoints=GRIDS),
+    return hf_class("LlavaNextProcessor")(
+        image_processor=hf_class("LlavaNextImageProcessor")(
+            size={"shortest_edge": 16}, crop_size=TILE, image_grid_pinpoints=GRIDS
+        ),
         tokenizer=tokenizer,
         patch_size=8,
         vision_feature_select_strategy="default",
@@ -68,10 +64,8 @@ def _llava_next_processor(tokenizer: Any) -> ProcessorMixin:
 
 
 def _llava_onevision_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
-    from transformers import LlavaOnevisionConfig
-
     siglip = {"model_type": "siglip_vision_model", "vision_use_head": False}
-    return LlavaOnevisionConfig(
+    return hf_class("LlavaOnevisionConfig")(
         text_config=text_sizes(tokenizer, hidden_size, "qwen2"),
         vision_config=vision_sizes(patch_size=8, image_size=16, num_layers=1) | siglip,
         image_token_index=tokenizer.convert_tokens_to_ids(IMAGE_TOKEN),
@@ -81,12 +75,10 @@ def _llava_onevision_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfi
 
 
 def _llava_onevision_processor(tokenizer: Any) -> ProcessorMixin:
-    from transformers import LlavaOnevisionImageProcessor, LlavaOnevisionProcessor, LlavaOnevisionVideoProcessor
-
-    return LlavaOnevisionProcessor(
-        image_processor=LlavaOnevisionImageProcessor(size=TILE, image_grid_pinpoints=GRIDS),
+    return hf_class("LlavaOnevisionProcessor")(
+        image_processor=hf_class("LlavaOnevisionImageProcessor")(size=TILE, image_grid_pinpoints=GRIDS),
         tokenizer=tokenizer,
-        video_processor=LlavaOnevisionVideoProcessor(size=TILE),
+        video_processor=hf_class("LlavaOnevisionVideoProcessor")(size=TILE),
         num_image_tokens=4,
         vision_feature_select_strategy="full",
         chat_template=chat_template(IMAGE_TOKEN, "<video>"),
@@ -94,9 +86,7 @@ def _llava_onevision_processor(tokenizer: Any) -> ProcessorMixin:
 
 
 def _llava_pixtral_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
-    from transformers import LlavaConfig
-
-    return LlavaConfig(
+    return hf_class("LlavaConfig")(
         text_config=text_sizes(tokenizer, hidden_size, "mistral"),
         vision_config=vision_sizes(patch_size=8, image_size=32, num_layers=1) | {"model_type": "pixtral"},
         image_token_index=tokenizer.convert_tokens_to_ids("[IMG]"),
@@ -107,9 +97,7 @@ def _llava_pixtral_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
 
 
 def _mistral3_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
-    from transformers import Mistral3Config
-
-    return Mistral3Config(
+    return hf_class("Mistral3Config")(
         text_config=text_sizes(tokenizer, hidden_size, "mistral") | {"sliding_window": None},
         vision_config=vision_sizes(patch_size=4, image_size=32, num_layers=1) | {"model_type": "pixtral"},
         image_token_index=tokenizer.convert_tokens_to_ids("[IMG]"),
@@ -118,10 +106,8 @@ def _mistral3_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
 
 
 def _pixtral_processor(tokenizer: Any, patch_size: int, merge_size: int) -> ProcessorMixin:
-    from transformers import PixtralImageProcessor, PixtralProcessor
-
-    return PixtralProcessor(
-        image_processor=PixtralImageProcessor(size={"longest_edge": 32}, patch_size=patch_size),
+    return hf_class("PixtralProcessor")(
+        image_processor=hf_class("PixtralImageProcessor")(size={"longest_edge": 32}, patch_size=patch_size),
         tokenizer=tokenizer,
         patch_size=patch_size,
         spatial_merge_size=merge_size,
@@ -131,8 +117,6 @@ def _pixtral_processor(tokenizer: Any, patch_size: int, merge_size: int) -> Proc
 
 def _fast_vlm_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
     """Use a tower of two stages. A patch has 8 x 8 pixels."""
-    from transformers import FastVlmConfig
-
     stages = {
         "layers": [1, 1], "embed_dims": [16, 32], "mlp_ratios": [2, 2], "downsamples": [False, True],
         "se_downsamples": [False, False], "pos_embs": [None, None], "token_mixers": ["repmixer", "attention"],
@@ -142,7 +126,7 @@ def _fast_vlm_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
         "model_type": "timm_wrapper", "architecture": "fastvit_mci3", "do_pooling": True, "global_pool": "avg",
         "hidden_size": 64, "model_args": stages,
     }  # fmt: skip
-    return FastVlmConfig(
+    return hf_class("FastVlmConfig")(
         text_config=text_sizes(tokenizer, hidden_size, "qwen2"),
         vision_config=vision,
         image_token_index=tokenizer.convert_tokens_to_ids(IMAGE_TOKEN),
@@ -158,11 +142,9 @@ def _random_convolutions(model: PreTrainedModel) -> None:
 
 
 def _fast_vlm_processor(tokenizer: Any) -> ProcessorMixin:
-    from transformers import CLIPImageProcessor, LlavaProcessor
-
     size = {"height": 32, "width": 32}
-    return LlavaProcessor(
-        image_processor=CLIPImageProcessor(size={"shortest_edge": 32}, crop_size=size),
+    return hf_class("LlavaProcessor")(
+        image_processor=hf_class("CLIPImageProcessor")(size={"shortest_edge": 32}, crop_size=size),
         tokenizer=tokenizer,
         patch_size=8,
         vision_feature_select_strategy="full",
@@ -176,8 +158,6 @@ GRANITE_GRIDS = [[32, 64], [64, 32], [64, 64]]
 
 def _granite4_vision_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
     """Use tiles of 8 x 8 patches. A window of 4 x 4 becomes 2 x 2 tokens."""
-    from transformers import Granite4VisionConfig
-
     multipliers = {
         "num_hidden_layers": 6, "embedding_multiplier": 6.0, "residual_multiplier": 0.5, "logits_scaling": 2.0,
         "attention_multiplier": 0.2, "intermediate_size": hidden_size,
@@ -187,7 +167,7 @@ def _granite4_vision_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfi
         "intermediate_size": 64, "cross_attention_frequency": 1, "vocab_size": 1, "max_position_embeddings": 16,
     }  # fmt: skip
     vision = {"model_type": "siglip_vision_model", "vision_use_head": False, "hidden_size": 32, "intermediate_size": 64}
-    return Granite4VisionConfig(
+    return hf_class("Granite4VisionConfig")(
         text_config=text_sizes(tokenizer, hidden_size, "granite4_vision_text") | multipliers,
         vision_config=vision_sizes(patch_size=4, image_size=32, num_layers=2) | vision,
         qformer_config=qformer,
@@ -201,11 +181,11 @@ def _granite4_vision_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfi
 
 
 def _granite4_vision_processor(tokenizer: Any) -> ProcessorMixin:
-    from transformers import Granite4VisionProcessor, LlavaNextImageProcessor
-
     tile = {"height": 32, "width": 32}
-    return Granite4VisionProcessor(
-        image_processor=LlavaNextImageProcessor(size=tile, crop_size=tile, image_grid_pinpoints=GRANITE_GRIDS),
+    return hf_class("Granite4VisionProcessor")(
+        image_processor=hf_class("LlavaNextImageProcessor")(
+            size=tile, crop_size=tile, image_grid_pinpoints=GRANITE_GRIDS
+        ),
         tokenizer=tokenizer,
         patch_size=4,
         vision_feature_select_strategy="full",

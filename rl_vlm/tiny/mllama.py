@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rl_vlm.tiny.family import TinyFamily, chat_template, text_sizes
+from rl_vlm.tiny.family import TinyFamily, chat_template, hf_class, text_sizes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, ProcessorMixin
@@ -14,8 +14,6 @@ _IMAGE_TOKEN = "<|image|>"
 
 def _mllama_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
     """Build the config as published: the image token has no logit, so its id is one past the vocabulary."""
-    from transformers import MllamaConfig
-
     tokenizer.add_tokens([_IMAGE_TOKEN], special_tokens=True)
     text = text_sizes(tokenizer, hidden_size, "mllama_text_model") | {
         "vocab_size": len(tokenizer) - 1,
@@ -28,16 +26,14 @@ def _mllama_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
         "attention_heads": 2, "intermediate_layers_indices": [0], "vision_output_dim": 64, "image_size": 16,
         "patch_size": 4,
     }  # fmt: skip
-    return MllamaConfig(
+    return hf_class("MllamaConfig")(
         text_config=text, vision_config=vision, image_token_index=tokenizer.convert_tokens_to_ids(_IMAGE_TOKEN)
     )
 
 
 def _mllama_processor(tokenizer: Any) -> ProcessorMixin:
-    from transformers import MllamaImageProcessor, MllamaProcessor
-
-    return MllamaProcessor(
-        image_processor=MllamaImageProcessor(size={"height": 16, "width": 16}),
+    return hf_class("MllamaProcessor")(
+        image_processor=hf_class("MllamaImageProcessor")(size={"height": 16, "width": 16}),
         tokenizer=tokenizer,
         chat_template="<|begin_of_text|>" + chat_template(_IMAGE_TOKEN),
     )

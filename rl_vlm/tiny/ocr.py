@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rl_vlm.tiny.family import TinyFamily, chat_template, text_sizes
+from rl_vlm.tiny.family import TinyFamily, chat_template, hf_class, text_sizes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, ProcessorMixin
@@ -14,13 +14,11 @@ _PERCEPTION_TOKENS = {"image_token": "<|image|>", "video_token": "<|video|>"}
 
 def _got_ocr2_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
     """Use 64 x 64 patches, since the processor counts 256 tokens an image whatever its size."""
-    from transformers import GotOcr2Config
-
     vision = {
         "hidden_size": 16, "mlp_dim": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "output_channels": 16,
         "image_size": 128, "patch_size": 2, "window_size": 8, "global_attn_indexes": [], "initializer_range": 0.02,
     }  # fmt: skip
-    return GotOcr2Config(
+    return hf_class("GotOcr2Config")(
         text_config=text_sizes(tokenizer, hidden_size, "qwen2"),
         vision_config=vision,
         image_seq_length=256,
@@ -30,20 +28,16 @@ def _got_ocr2_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
 
 def _got_ocr2_processor(tokenizer: Any) -> ProcessorMixin:
     """Build the processor as published, without a chat template."""
-    from transformers import GotOcr2ImageProcessor, GotOcr2Processor
-
-    image_processor = GotOcr2ImageProcessor(size={"height": 128, "width": 128})
-    return GotOcr2Processor(image_processor=image_processor, tokenizer=tokenizer)
+    image_processor = hf_class("GotOcr2ImageProcessor")(size={"height": 128, "width": 128})
+    return hf_class("GotOcr2Processor")(image_processor=image_processor, tokenizer=tokenizer)
 
 
 def _perception_lm_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
-    from transformers import PerceptionLMConfig
-
     encoder = {
         "embed_dim": 48, "num_heads": 4, "depth": 1, "img_size": [16, 16], "patch_size": 4, "ref_feat_shape": [4, 4],
         "global_pool": "", "use_post_transformer_norm": False, "init_values": 0.1,
     }  # fmt: skip
-    return PerceptionLMConfig(
+    return hf_class("PerceptionLMConfig")(
         text_config=text_sizes(tokenizer, hidden_size, "llama"),
         vision_config={"architecture": "vit_pe_core_large_patch14_336", "model_args": encoder},
         projector_pooling_ratio=2,
@@ -53,11 +47,9 @@ def _perception_lm_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
 
 
 def _perception_lm_processor(tokenizer: Any) -> ProcessorMixin:
-    import transformers
-
-    return transformers.PerceptionLMProcessor(
-        video_processor=transformers.PerceptionLMVideoProcessor(size={"height": 16, "width": 16}),
-        image_processor=transformers.PerceptionLMImageProcessor(tile_size=16, max_num_tiles=4),
+    return hf_class("PerceptionLMProcessor")(
+        video_processor=hf_class("PerceptionLMVideoProcessor")(size={"height": 16, "width": 16}),
+        image_processor=hf_class("PerceptionLMImageProcessor")(tile_size=16, max_num_tiles=4),
         tokenizer=tokenizer,
         patch_size=4,
         pooling_ratio=2,

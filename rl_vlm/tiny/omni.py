@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from rl_vlm.tiny.family import TinyFamily, chat_template, layer_sizes, mrope
+from rl_vlm.tiny.family import TinyFamily, chat_template, hf_class, layer_sizes, mrope
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, ProcessorMixin
@@ -34,13 +34,11 @@ def _ids(tokenizer: Any) -> dict[str, Any]:
 
 
 def _qwen2_5_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
-    from transformers import Qwen2_5OmniThinkerConfig
-
     vision = {
         "depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "patch_size": 4,
         "window_size": 32, "out_hidden_size": hidden_size, "fullatt_block_indexes": [1],
     }  # fmt: skip
-    return Qwen2_5OmniThinkerConfig(
+    return hf_class("Qwen2_5OmniThinkerConfig")(
         text_config=_text_sizes(tokenizer, hidden_size) | {"tie_word_embeddings": False},
         vision_config=vision,
         audio_config=_AUDIO | {"output_dim": hidden_size},
@@ -49,15 +47,13 @@ def _qwen2_5_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
 
 
 def _qwen3_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
-    from transformers import Qwen3OmniMoeThinkerConfig
-
     vision = {
         "depth": 3, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "patch_size": 4,
         "out_hidden_size": hidden_size, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1],
     }  # fmt: skip
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 32}
     audio = {"output_dim": hidden_size, "downsample_hidden_size": 4, "n_window_infer": 50, "conv_chunksize": 8}
-    return Qwen3OmniMoeThinkerConfig(
+    return hf_class("Qwen3OmniMoeThinkerConfig")(
         text_config=_text_sizes(tokenizer, hidden_size) | experts,
         vision_config=vision,
         audio_config=_AUDIO | audio,
@@ -67,13 +63,11 @@ def _qwen3_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
 
 def _processor(processor_class: str) -> Callable[[Any], ProcessorMixin]:
     def build(tokenizer: Any) -> ProcessorMixin:
-        import transformers
-
         sizes: dict[str, Any] = {"patch_size": 4, "merge_size": 2}
-        return getattr(transformers, processor_class)(
-            image_processor=transformers.Qwen2VLImageProcessor(**sizes, min_pixels=8**2, max_pixels=64**2),
-            video_processor=transformers.Qwen2VLVideoProcessor(**sizes),
-            feature_extractor=transformers.WhisperFeatureExtractor(feature_size=16),
+        return hf_class(processor_class)(
+            image_processor=hf_class("Qwen2VLImageProcessor")(**sizes, min_pixels=8**2, max_pixels=64**2),
+            video_processor=hf_class("Qwen2VLVideoProcessor")(**sizes),
+            feature_extractor=hf_class("WhisperFeatureExtractor")(feature_size=16),
             tokenizer=tokenizer,
             chat_template=chat_template("<|vision_bos|><|IMAGE|><|vision_eos|>"),
         )

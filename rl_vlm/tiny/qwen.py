@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rl_vlm.tiny.family import Resolution, TinyFamily, chat_template, layer_sizes, mrope
+from rl_vlm.tiny.family import Resolution, TinyFamily, chat_template, hf_class, layer_sizes, mrope
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, ProcessorMixin
@@ -42,24 +42,22 @@ def patch_size(resolution: Resolution | None) -> int:
 
 
 def _qwen2_vl_config(tokenizer: Any, hidden_size: int, resolution: Resolution | None = None) -> PreTrainedConfig:
-    from transformers import Qwen2VLConfig
-
     vision = {
         "depth": 2, "embed_dim": 64, "num_heads": 4, "patch_size": patch_size(resolution), "mlp_ratio": 2,
         "hidden_size": hidden_size,
     }  # fmt: skip
-    return Qwen2VLConfig(text_config=_text_sizes(tokenizer, hidden_size), vision_config=vision, **token_ids(tokenizer))
+    return hf_class("Qwen2VLConfig")(
+        text_config=_text_sizes(tokenizer, hidden_size), vision_config=vision, **token_ids(tokenizer)
+    )
 
 
 def _qwen2_5_vl_config(tokenizer: Any, hidden_size: int, resolution: Resolution | None = None) -> PreTrainedConfig:
-    from transformers import Qwen2_5_VLConfig
-
     patch = patch_size(resolution)
     vision = {
         "depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "patch_size": patch,
         "window_size": 8 * patch, "out_hidden_size": hidden_size, "fullatt_block_indexes": [1],
     }  # fmt: skip
-    return Qwen2_5_VLConfig(
+    return hf_class("Qwen2_5_VLConfig")(
         text_config=_text_sizes(tokenizer, hidden_size), vision_config=vision, **token_ids(tokenizer)
     )
 
@@ -83,38 +81,32 @@ def _qwen3_vision(hidden_size: int, num_deepstack: int, resolution: Resolution |
 def _qwen3_vl_config(
     tokenizer: Any, hidden_size: int, num_deepstack: int, resolution: Resolution | None = None
 ) -> PreTrainedConfig:
-    from transformers import Qwen3VLConfig
-
     text = _qwen3_text_sizes(tokenizer, hidden_size, num_deepstack)
     vision = _qwen3_vision(hidden_size, num_deepstack, resolution)
-    return Qwen3VLConfig(text_config=text, vision_config=vision, **token_ids(tokenizer))
+    return hf_class("Qwen3VLConfig")(text_config=text, vision_config=vision, **token_ids(tokenizer))
 
 
 def _qwen3_vl_moe_config(
     tokenizer: Any, hidden_size: int, num_deepstack: int, resolution: Resolution | None = None
 ) -> PreTrainedConfig:
-    from transformers import Qwen3VLMoeConfig
-
     experts = {
         "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": hidden_size, "norm_topk_prob": True,
     }  # fmt: skip
     text = _qwen3_text_sizes(tokenizer, hidden_size, num_deepstack) | experts
     vision = _qwen3_vision(hidden_size, num_deepstack, resolution)
-    return Qwen3VLMoeConfig(text_config=text, vision_config=vision, **token_ids(tokenizer))
+    return hf_class("Qwen3VLMoeConfig")(text_config=text, vision_config=vision, **token_ids(tokenizer))
 
 
 def qwen_processor(processor_class: str, video_class: str) -> Callable[..., ProcessorMixin]:
     def build(tokenizer: Any, resolution: Resolution | None = None) -> ProcessorMixin:
-        import transformers
-
         smallest, largest = (resolution.side, resolution.side) if resolution else (8, 64)
         sizes: dict[str, Any] = {"patch_size": patch_size(resolution), "merge_size": 2}
         num_counted = 1 if "Qwen2" in video_class else NUM_FRAMES
         pixels = {"shortest_edge": smallest**2, "longest_edge": largest**2 * num_counted}
-        return getattr(transformers, processor_class)(
-            image_processor=transformers.Qwen2VLImageProcessor(**sizes, min_pixels=smallest**2, max_pixels=largest**2),
+        return hf_class(processor_class)(
+            image_processor=hf_class("Qwen2VLImageProcessor")(**sizes, min_pixels=smallest**2, max_pixels=largest**2),
             tokenizer=tokenizer,
-            video_processor=getattr(transformers, video_class)(**sizes, size=pixels),
+            video_processor=hf_class(video_class)(**sizes, size=pixels),
             chat_template=chat_template(*(f"<|vision_start|><|{kind}_pad|><|vision_end|>" for kind in KINDS)),
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rl_vlm.tiny import qwen
-from rl_vlm.tiny.family import TinyFamily, chat_template, text_sizes
+from rl_vlm.tiny.family import TinyFamily, chat_template, hf_class, text_sizes
 from rl_vlm.tiny.hybrid import gated_delta_sizes, slow_decay
 
 if TYPE_CHECKING:
@@ -20,8 +20,6 @@ _PIXELS: dict[str, Any] = {"size": {"shortest_edge": 8 * 8, "longest_edge": 64 *
 
 def _llama4_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
     """Use chunks shorter than an image, and attention that soon becomes sharper along a row."""
-    from transformers import Llama4Config
-
     text = text_sizes(tokenizer, hidden_size, "llama4_text") | {
         "intermediate_size": hidden_size, "intermediate_size_mlp": hidden_size, "no_rope_layers": [1, 0],
         "attention_chunk_size": 8, "num_local_experts": 2, "num_experts_per_tok": 1, "interleave_moe_layer_step": 2,
@@ -33,7 +31,7 @@ def _llama4_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     }  # fmt: skip
     ids = tokenizer.convert_tokens_to_ids
-    return Llama4Config(
+    return hf_class("Llama4Config")(
         text_config=text,
         vision_config=vision,
         image_token_index=ids("<|patch|>"),
@@ -43,11 +41,9 @@ def _llama4_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
 
 
 def _llama4_processor(tokenizer: Any) -> ProcessorMixin:
-    from transformers import Llama4ImageProcessor, Llama4Processor
-
     tile: dict[str, Any] = {"size": {"height": 16, "width": 16}, "max_patches": 4}
-    return Llama4Processor(
-        image_processor=Llama4ImageProcessor(**tile),
+    return hf_class("Llama4Processor")(
+        image_processor=hf_class("Llama4ImageProcessor")(**tile),
         tokenizer=tokenizer,
         patch_size=4,
         chat_template=chat_template("<|image|>"),
@@ -63,8 +59,6 @@ def _random_experts(model: PreTrainedModel) -> None:
 
 def _minimax_m3_vl_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
     """Use a layer that attends to two of the blocks of four tokens, besides the last one, and one to all."""
-    from transformers import MiniMaxM3VLConfig
-
     text = text_sizes(tokenizer, hidden_size, "") | {
         "layer_types": ["minimax_m3_sparse", "full_attention"], "mlp_layer_types": ["dense", "sparse"],
         "dense_intermediate_size": 2 * hidden_size, "intermediate_size": 64, "shared_intermediate_size": 64,
@@ -77,7 +71,7 @@ def _minimax_m3_vl_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
         "image_size": 64,
     }  # fmt: skip
     ids = tokenizer.convert_tokens_to_ids
-    return MiniMaxM3VLConfig(
+    return hf_class("MiniMaxM3VLConfig")(
         text_config=text,
         vision_config=vision,
         projector_hidden_size=hidden_size,
@@ -87,20 +81,16 @@ def _minimax_m3_vl_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
 
 
 def _minimax_m3_vl_processor(tokenizer: Any) -> ProcessorMixin:
-    import transformers
-
-    return transformers.MiniMaxM3VLProcessor(
-        image_processor=transformers.MiniMaxM3VLImageProcessor(patch_size=4, merge_size=2, **_PIXELS),
+    return hf_class("MiniMaxM3VLProcessor")(
+        image_processor=hf_class("MiniMaxM3VLImageProcessor")(patch_size=4, merge_size=2, **_PIXELS),
         tokenizer=tokenizer,
-        video_processor=transformers.MiniMaxM3VLVideoProcessor(patch_size=4, merge_size=2),
+        video_processor=hf_class("MiniMaxM3VLVideoProcessor")(patch_size=4, merge_size=2),
         chat_template=chat_template(_MINIMAX_TOKENS[0]),
     )
 
 
 def _qwen4_exp_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
     """Use embeddings of pairs of tokens in the first layer, and an indexer that selects 8 tokens in the second."""
-    from transformers import Qwen4ExpConfig
-
     text = gated_delta_sizes(tokenizer, hidden_size, "qwen4_exp_text") | {
         "layer_types": ["linear_attention", "indexed_attention"], "num_experts": 4, "num_experts_per_tok": 2,
         "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "hc_count": 2, "hc_lowrank": 8,
@@ -112,7 +102,7 @@ def _qwen4_exp_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
         "depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "patch_size": 4,
         "out_hidden_size": hidden_size, "num_position_embeddings": 64,
     }  # fmt: skip
-    return Qwen4ExpConfig(text_config=text, vision_config=vision, **qwen.token_ids(tokenizer))
+    return hf_class("Qwen4ExpConfig")(text_config=text, vision_config=vision, **qwen.token_ids(tokenizer))
 
 
 SPARSE: dict[str, TinyFamily] = {

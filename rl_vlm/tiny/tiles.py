@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rl_vlm.tiny.family import Resolution, TinyFamily, chat_template, text_sizes, vision_sizes
+from rl_vlm.tiny.family import Resolution, TinyFamily, chat_template, hf_class, text_sizes, vision_sizes
 from rl_vlm.tiny.gemma import sliding_sizes
 from rl_vlm.tiny.llava import TILE
 
@@ -25,9 +26,7 @@ TOKENS_PER_TILE = ONE_TILE.num_tokens
 
 
 def _internvl_config(tokenizer: Any, hidden_size: int, resolution: Resolution = ONE_TILE) -> PreTrainedConfig:
-    from transformers import InternVLConfig
-
-    return InternVLConfig(
+    return hf_class("InternVLConfig")(
         text_config=text_sizes(tokenizer, hidden_size, "qwen2"),
         vision_config=vision_sizes(resolution.patch_size(merged=2), resolution.side, num_layers=1),
         image_token_id=tokenizer.context_image_token_id,
@@ -37,24 +36,20 @@ def _internvl_config(tokenizer: Any, hidden_size: int, resolution: Resolution = 
 
 def _internvl_processor(tokenizer: Any, resolution: Resolution | None = None) -> ProcessorMixin:
     """Build a processor that cuts images into up to four tiles, or into one of a given resolution."""
-    from transformers import GotOcr2ImageProcessor, InternVLProcessor, InternVLVideoProcessor
-
     tile = resolution or ONE_TILE
     cropping: dict[str, Any] = {"crop_to_patches": resolution is None, "max_patches": 1 if resolution else 4}
-    return InternVLProcessor(
-        image_processor=GotOcr2ImageProcessor(size=tile.size, **cropping),
+    return hf_class("InternVLProcessor")(
+        image_processor=hf_class("GotOcr2ImageProcessor")(size=tile.size, **cropping),
         tokenizer=tokenizer,
-        video_processor=InternVLVideoProcessor(size=tile.size),
+        video_processor=hf_class("InternVLVideoProcessor")(size=tile.size),
         image_seq_length=tile.num_tokens,
         chat_template=chat_template("<IMG_CONTEXT>", "<video>"),
     )
 
 
 def _ovis2_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
-    from transformers import Ovis2Config
-
     indicators = {"num_visual_indicator_tokens": len(OVIS2_INDICATORS), "hidden_stride": 2, "vocab_size": 64}
-    return Ovis2Config(
+    return hf_class("Ovis2Config")(
         text_config=text_sizes(tokenizer, hidden_size, "qwen2"),
         vision_config=vision_sizes(patch_size=4, image_size=16, num_layers=1) | indicators,
         image_token_id=tokenizer.convert_tokens_to_ids("<IMG_ATOM>"),
@@ -65,42 +60,28 @@ def _ovis2_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
 
 
 def _ovis2_processor(tokenizer: Any) -> ProcessorMixin:
-    from transformers import Ovis2ImageProcessor, Ovis2Processor
-
-    return Ovis2Processor(
-        image_processor=Ovis2ImageProcessor(size=TILE, crop_to_patches=True, max_patches=4),
+    return hf_class("Ovis2Processor")(
+        image_processor=hf_class("Ovis2ImageProcessor")(size=TILE, crop_to_patches=True, max_patches=4),
         tokenizer=tokenizer,
         image_seq_length=TOKENS_PER_TILE,
         chat_template=chat_template("<image>"),
     )
 
 
-def _idefics3_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
-    from transformers import Idefics3Config
-
-    return Idefics3Config(**_idefics3_sizes(tokenizer, hidden_size))
-
-
-def _smolvlm_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
-    from transformers import SmolVLMConfig
-
-    return SmolVLMConfig(**_idefics3_sizes(tokenizer, hidden_size))
-
-
-def _idefics3_sizes(tokenizer: Any, hidden_size: int) -> dict[str, Any]:
-    return {
-        "text_config": text_sizes(tokenizer, hidden_size, "llama"),
-        "vision_config": vision_sizes(patch_size=4, image_size=16, num_layers=1),
-        "image_token_id": tokenizer.convert_tokens_to_ids("<image>"),
-        "pad_token_id": tokenizer.pad_token_id,
-    }
+def _idefics3_config(config_class: str, tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
+    return hf_class(config_class)(
+        text_config=text_sizes(tokenizer, hidden_size, "llama"),
+        vision_config=vision_sizes(patch_size=4, image_size=16, num_layers=1),
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        pad_token_id=tokenizer.pad_token_id,
+    )
 
 
 def _idefics3_processor(tokenizer: Any) -> ProcessorMixin:
-    from transformers import Idefics3ImageProcessor, Idefics3Processor
-
-    return Idefics3Processor(
-        image_processor=Idefics3ImageProcessor(size={"longest_edge": 32}, max_image_size={"longest_edge": 16}),
+    return hf_class("Idefics3Processor")(
+        image_processor=hf_class("Idefics3ImageProcessor")(
+            size={"longest_edge": 32}, max_image_size={"longest_edge": 16}
+        ),
         tokenizer=tokenizer,
         image_seq_len=TOKENS_PER_TILE,
         chat_template=chat_template("<image>"),
@@ -108,13 +89,11 @@ def _idefics3_processor(tokenizer: Any) -> ProcessorMixin:
 
 
 def _smolvlm_processor(tokenizer: Any) -> ProcessorMixin:
-    from transformers import SmolVLMImageProcessor, SmolVLMProcessor, SmolVLMVideoProcessor
-
     tiles: dict[str, Any] = {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 16}}
-    return SmolVLMProcessor(
-        image_processor=SmolVLMImageProcessor(**tiles),
+    return hf_class("SmolVLMProcessor")(
+        image_processor=hf_class("SmolVLMImageProcessor")(**tiles),
         tokenizer=tokenizer,
-        video_processor=SmolVLMVideoProcessor(**tiles),
+        video_processor=hf_class("SmolVLMVideoProcessor")(**tiles),
         image_seq_len=TOKENS_PER_TILE,
         chat_template=chat_template("<image>", "<video>"),
     )
@@ -125,23 +104,19 @@ STEP_TOKENS = ("<im_patch>", "<im_start>", "<im_end>", "<patch_start>", "<patch_
 
 def _step3p7_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
     """Use a dense layer and one with experts. A layer with a sliding window has other heads than one without."""
-    from transformers import Step3p7Config
-
     text = sliding_sizes(tokenizer, hidden_size, "step3p5") | {
         "num_sliding_attention_heads": 2, "mlp_layer_types": ["dense", "sparse"], "n_routed_experts": 4,
         "num_experts_per_tok": 2, "moe_intermediate_size": 64, "share_expert_dim": 64,
     }  # fmt: skip
     vision = vision_sizes(patch_size=2, image_size=32, num_layers=1) | {"hidden_size": 32, "mlp_ratio": 2.0}
-    return Step3p7Config(text_config=text, vision_config=vision, image_token_id=tokenizer.image_token_id)
+    return hf_class("Step3p7Config")(text_config=text, vision_config=vision, image_token_id=tokenizer.image_token_id)
 
 
 def _step3p7_processor(tokenizer: Any) -> ProcessorMixin:
     """Cut an image into tiles of 16 pixels, besides the whole image in 32. Squares of 8 pixels become tokens."""
-    from transformers import Step3p7ImageProcessor, Step3p7Processor
-
     sizes: dict[str, Any] = {"size": {"height": 32, "width": 32}, "patch_size": 16, "vision_patch_size": 2}
-    return Step3p7Processor(
-        image_processor=Step3p7ImageProcessor(**sizes),
+    return hf_class("Step3p7Processor")(
+        image_processor=hf_class("Step3p7ImageProcessor")(**sizes),
         tokenizer=tokenizer,
         chat_template=chat_template("<im_patch>"),
     )
@@ -161,7 +136,7 @@ TILES: dict[str, TinyFamily] = {
         is_resizable=True,
     ),
     "ovis2": TinyFamily(OVIS2_TOKENS, _ovis2_config, _ovis2_processor),
-    "idefics3": TinyFamily(IDEFICS3_TOKENS, _idefics3_config, _idefics3_processor),
+    "idefics3": TinyFamily(IDEFICS3_TOKENS, partial(_idefics3_config, "Idefics3Config"), _idefics3_processor),
     "step3p7": TinyFamily(STEP_TOKENS, _step3p7_config, _step3p7_processor, {"image_token": "<im_patch>"}),
-    "smolvlm": TinyFamily(IDEFICS3_TOKENS, _smolvlm_config, _smolvlm_processor),
+    "smolvlm": TinyFamily(IDEFICS3_TOKENS, partial(_idefics3_config, "SmolVLMConfig"), _smolvlm_processor),
 }

@@ -20,7 +20,7 @@ from rl_vlm.model.head import HEAD_CHUNK_ELEMENTS
 from rl_vlm.model.policy import Policy
 from rl_vlm.model.reference import Reference
 from rl_vlm.model.vision import num_patches
-from rl_vlm.passes.micro_batches import Size, valid_members, why_dense
+from rl_vlm.passes.micro_batches import training_tokens
 from rl_vlm.passes.peaks import Block, Peaks
 from rl_vlm.plan.tracing.depth import Extrapolation, with_depth
 from rl_vlm.plan.tracing.fake import fake_tensors
@@ -29,10 +29,10 @@ from rl_vlm.plan.tracing.groups import make_group
 from rl_vlm.plan.tracing.live import LiveBytes
 from rl_vlm.plan.tracing.step import TracedSteps, make_models_fake, models_without_storage
 from rl_vlm.stages import Stage
-from rl_vlm.types import Prompt, ScoredGroup, Sharing
+from rl_vlm.types import Prompt, ScoredGroup
 
 FEW, MANY = 16, 64
-"""Most completions of the smaller and of the larger micro-batch that are traced."""
+"""Maximum completions of the smaller and of the larger traced micro-batch."""
 MOST_TOKENS = 2**15
 """Largest `micro_batch_tokens` that `auto` chooses. It leaves memory free for usage that the plan does not count."""
 WHOLE_GROUP = sys.maxsize
@@ -101,8 +101,8 @@ def trace_activations(config: RunConfig, model_config: Any, prompt: Prompt, on_g
 def trace_shallow(config: RunConfig, model_config: Any, prompt: Prompt) -> Activations:
     """Trace micro-batches of two sizes, and return the activations of the model.
 
-    The larger has as many tokens as any micro-batch, unless completions are short. The two may have their peaks at
-    different moments, such as the LM head and a layer. Between the sizes the line through both is then above the peak.
+    The larger has as many tokens as any micro-batch, unless completions are short. The peaks of the two may occur at
+    different moments, such as the LM head and a layer. The line through both is then above the true peak in between.
     """
     length = config.rollout.max_completion_length
     # The LM head's chunks are full from the smaller size on, unless the vocabulary is small.
@@ -158,7 +158,7 @@ class PassTrace:
         trainer.add_logprobs(Stage.OLD_LOGPROBS, policy, [group], StepMetrics(trainer.stages))
         logprobs = steps.peaks.take()[Stage.OLD_LOGPROBS]
         return PassTrace(
-            tokens=language_tokens(group, trainer.passes.sharing),
+            tokens=training_tokens(group, trainer.passes.sharing),
             patches=num_patches(policy.transformer.config, group.group.prompt),
             training=training.peak - training.before,
             logprobs=logprobs.peak - logprobs.before,
@@ -200,8 +200,3 @@ def trace_vision(policy: Policy, prompts: Sequence[Prompt], live: LiveBytes) -> 
             features = policy.vision.run(prompts)
         del features
     return block
-
-
-def language_tokens(group: ScoredGroup, sharing: Sharing) -> int:
-    """Return the tokens that the language model computes for a group."""
-    return Size.of(group, valid_members(group)).tokens(shared=why_dense(group, sharing) is None)

@@ -34,7 +34,7 @@ class Extrapolation:
     @staticmethod
     def of(config: Any) -> Extrapolation:
         """Choose the depths for a transformers config."""
-        whole = Depth(num_language_layers(config), num_vision_layers(config))
+        whole = Depth(config.get_text_config().num_hidden_layers, num_vision_layers(config))
         period = layer_period(config.get_text_config())
         least = max(LEAST_LAYERS, num_deepstack(config), 1 + num_dense_layers(config))
         language = min(-(-least // period) * period, whole.language)
@@ -89,10 +89,6 @@ def depth_name(vision: Any) -> str | None:
     return next((name for name in ("depth", "num_hidden_layers") if hasattr(vision, name)), None)
 
 
-def num_language_layers(config: Any) -> int:
-    return config.get_text_config().num_hidden_layers
-
-
 def num_vision_layers(config: Any) -> int:
     """Return the number of vision layers. If it is unknown, the tower counts as one layer and is traced whole."""
     name = depth_name(config.vision_config)
@@ -105,7 +101,7 @@ def num_deepstack(config: Any) -> int:
 
 
 def num_dense_layers(config: Any) -> int:
-    """Return the number of first layers without experts in a mixture-of-experts model."""
+    """Return the number of leading layers without experts in a mixture-of-experts model."""
     return getattr(config.get_text_config(), "first_k_dense_replace", None) or 0
 
 

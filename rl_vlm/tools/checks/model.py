@@ -71,7 +71,8 @@ def prompts(subject: Subject) -> Checking[Prompts | None]:
     checkpoint = initial_checkpoint(subject.elsewhere, Ranks())
     yield from check_family(checkpoint, config.model.model_revision)
     most_videos = max(split.usable.most_videos for split in splits.loaded)
-    builder, fitted = make_builder(subject.elsewhere, checkpoint, most_videos), []
+    processor, fitted = load_processor(checkpoint, config.model, config.data), []
+    builder = builder_for(processor, subject.elsewhere, checkpoint, most_videos)
     if config.rollout.has_tools:
         box = subject.value(toolbox)
         if box is None:
@@ -139,11 +140,6 @@ def check_family(checkpoint: str, revision: str) -> Iterator[Finding]:
     if directory is not None:
         model_type = str(read_json(directory / "config.json").get("model_type"))
         yield from old_transformers(model_type, version("transformers"))
-
-
-def make_builder(config: RunConfig, checkpoint: str, most_videos: int) -> PromptBuilder:
-    """Build the prompt builder of the run, whose rows have at most this many videos."""
-    return builder_for(load_processor(checkpoint, config.model, config.data), config, checkpoint, most_videos)
 
 
 def fitting(split: Split, builder: PromptBuilder, limit: int | None) -> Checking[UsableRows]:

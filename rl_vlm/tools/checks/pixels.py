@@ -99,11 +99,12 @@ def changes(sample: Sample, other: Sample) -> Iterator[tuple[PixelChange, Sample
     if sample.images:
         if other.images:
             yield IMAGES, with_images(sample, [other.images[0].resize(image.size) for image in sample.images])
-        yield IMAGES, with_images(sample, [noise_image(image.size) for image in sample.images])
+        unlike = [Image.fromarray(noise((image.height, image.width, 3))) for image in sample.images]
+        yield IMAGES, with_images(sample, unlike)
     if sample.videos:
         if other.videos:
             yield VIDEOS, with_frames(sample, [frames_like(video, other.videos[0]) for video in sample.videos])
-        yield VIDEOS, with_frames(sample, [noise_frames(video) for video in sample.videos])
+        yield VIDEOS, with_frames(sample, [noise(video.frames.shape) for video in sample.videos])
         backwards = [video.frames[::-1] for video in sample.videos]
         if any((each != video.frames).any() for each, video in zip(backwards, sample.videos, strict=True)):
             yield REVERSED, with_frames(sample, backwards)
@@ -127,15 +128,9 @@ def frames_like(video: Video, other: Video) -> np.ndarray:
     return np.stack([np.array(Image.fromarray(other.frames[i]).resize((width, height))) for i in chosen])
 
 
-def noise_frames(video: Video) -> np.ndarray:
-    """Return frames of random pixels. Every call returns the same pixels."""
-    return np.random.default_rng(0).integers(256, size=video.frames.shape, dtype=np.uint8)
-
-
-def noise_image(size: tuple[int, int]) -> Image.Image:
-    """Return an image of random pixels. Every call returns the same pixels."""
-    width, height = size
-    return Image.fromarray(np.random.default_rng(0).integers(256, size=(height, width, 3), dtype=np.uint8))
+def noise(shape: Sequence[int]) -> np.ndarray:
+    """Return random pixels. Every call returns the same ones."""
+    return np.random.default_rng(0).integers(256, size=shape, dtype=np.uint8)
 
 
 @torch.no_grad()

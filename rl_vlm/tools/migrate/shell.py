@@ -7,6 +7,7 @@ Example: after `SIZE=7`, the line `python train.py --model "Qwen-${SIZE}B" --out
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -45,6 +46,12 @@ class Command:
     words: list[Word] = field(default_factory=list)
     environment: dict[str, Word] = field(default_factory=dict)
 
+    def variables(self, programs: Collection[str]) -> dict[str, Word]:
+        """Return the variables that it sets, if its program is one of these, such as `export`."""
+        if not self.words or self.words[0].text not in programs:
+            return {}
+        return dict(pair for word in self.words[1:] if (pair := assigned(word)))
+
 
 class Script:
     """Reads the text of a script from its beginning to its end, and keeps the variables that it sets."""
@@ -60,8 +67,7 @@ class Script:
         while self._position < len(self._text):
             command = self._command()
             self.variables |= {} if command.words else command.environment
-            if command.words and command.words[0].text in SETS_VARIABLES:
-                self.variables |= dict(pair for word in command.words[1:] if (pair := assigned(word)))
+            self.variables |= command.variables(SETS_VARIABLES)
             if command.words or command.environment:
                 found.append(command)
         return found
@@ -201,6 +207,6 @@ class Script:
 
 
 def assigned(word: Word) -> tuple[str, Word] | None:
-    """Return the name and the value of an assignment `NAME=value`, or None if the word is none."""
+    """Return the name and the value of an assignment `NAME=value`, or None for any other word."""
     match = ASSIGNMENT.fullmatch(word.text)
     return (match[1], word._replace(text=match[2])) if match else None

@@ -1,4 +1,4 @@
-"""Read a script or a YAML file of VLM-R1, EasyR1, verl or ms-swift: which system it is for, and its settings."""
+"""Read a script or a YAML file of VLM-R1, EasyR1, verl or ms-swift: its system and its settings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rl_vlm.config import yaml_text
 from rl_vlm.config.schema import SECTIONS
 from rl_vlm.config.secrets import without_secrets
 from rl_vlm.errors import ConfigError, shorten
-from rl_vlm.tools.migrate.shell import Command, Script, Word, assigned
+from rl_vlm.tools.migrate.shell import SETS_VARIABLES, Command, Script, Word
 
 PROGRAMS = {
     "VLM-R1": re.compile(r"\bopen_r1/[\w/-]+\.py(?= |$)|\bgrpo_(?:jsonl|rec)\.py(?= |$)"),
@@ -84,7 +84,8 @@ class Original:
 
 
 def read(text: str, path: str, system: str | None) -> Original:
-    """Read the settings of a script or a YAML file. `system` says whose file it is; without it, the content does.
+    """Read the settings of a script or a YAML file. `system` names the system of the file. If it is None, the content
+    shows the system.
 
     Raises ConfigError if the system is not clear, or if the file cannot be read as one of it.
     """
@@ -128,7 +129,7 @@ def _mapping(text: str, path: str) -> dict[str, Any]:
 
 
 def _of_keys(keys: Iterable[str]) -> list[str]:
-    """Return the systems of which there are keys. Keys of ms-swift and VLM-R1 may be written with hyphens."""
+    """Return the systems that have one of the keys. Keys of ms-swift and VLM-R1 may be written with hyphens."""
     first = {key.partition(".")[0].replace("-", "_") for key in keys}
     return [system for system, own in KEYS.items() if first & own]
 
@@ -182,7 +183,10 @@ def _from_script(text: str, path: str, system: str | None) -> Original:
         raise ConfigError(f"{path}: it starts training several times, in lines {lines}; give a file for each")
     source = Original(_the_one([name for name, _ in found], path))
     training = found[0][1]
-    exported = {name: word for command in commands for name, word in _exported(command)} | training.environment
+    exported: dict[str, Word] = {}
+    for command in commands:
+        exported |= command.variables(["export"])
+    exported |= training.environment
     if any(word.text in ARGUMENTS for word in training.words):
         training.words = [word for word in training.words if word.text not in ARGUMENTS]
         source.needless.append("$@, the arguments of the script")
@@ -195,7 +199,7 @@ def _from_script(text: str, path: str, system: str | None) -> Original:
 
 
 def _systems_of(command: Command) -> list[str]:
-    """Return the systems whose program a command starts, or else of which it has settings."""
+    """Return the systems whose program a command starts, or else the systems whose settings it has."""
     line = _line(command)
     systems = [system for system, pattern in PROGRAMS.items() if pattern.search(line)]
     if systems or len(command.words) < 3 or command.words[0].text.startswith("-"):
@@ -218,7 +222,7 @@ def _launcher(command: Command, system: str) -> list[Word]:
 
 
 def _line(command: Command) -> str:
-    """Return the words of a command, separated by spaces and without others."""
+    """Join the words of a command with spaces. White space within words becomes underscores."""
     return " ".join(re.sub(r"\s", "_", word.text) for word in command.words)
 
 
@@ -276,12 +280,6 @@ def _once(items: Iterable[Item], path: str, is_nested: bool) -> list[Item]:
     return list(found.values())
 
 
-def _exported(command: Command) -> Iterator[tuple[str, Word]]:
-    """Yield the environment variables that a command exports."""
-    if command.words and command.words[0].text == "export":
-        yield from (pair for word in command.words[1:] if (pair := assigned(word)))
-
-
 def _read_environment(source: Original, exported: Mapping[str, Word]) -> None:
     """Add settings of environment variables. Name the others, without values, which may be secret."""
     for name, word in exported.items():
@@ -292,7 +290,7 @@ def _read_environment(source: Original, exported: Mapping[str, Word]) -> None:
 
 
 def _read_launcher(source: Original, training: Command, exported: Mapping[str, Word]) -> None:
-    """Read the numbers of machines and processes. A script that starts none has one process."""
+    """Read the numbers of machines and processes. A script without a launcher has one process."""
     if source.is_nested:
         return
     words = _launcher(training, source.system)
@@ -321,7 +319,7 @@ def _read_other_commands(source: Original, commands: Iterable[Command]) -> None:
     """Name the commands that do not train."""
     for command in commands:
         words = [word.text for word in command.words]
-        if not words or words[0] in ("export", "declare", "local", "readonly"):
+        if not words or words[0] in SETS_VARIABLES:
             continue
         if words[0].startswith("-") or "=" in words[0]:
             source.doubts.append(

@@ -42,7 +42,10 @@ class Figure:
 def figure_of(chart: Chart) -> Figure:
     """Return the texts around a chart's drawing."""
     words = "; ".join(f"{series.label}: {in_words(series)}" for series in chart.series)
-    lines = [Legend(series.label, series.color, series.style, latest(series)) for series in chart.series]
+    lines = [
+        Legend(series.label, series.color, series.style, value_text(series.points[-1], series.style))
+        for series in chart.series
+    ]
     return Figure(chart.title, chart.note, f"{chart.title}. {words}", lines)
 
 
@@ -96,18 +99,13 @@ def with_last(values: Sequence[T], every: int) -> list[T]:
 
 def in_words(series: Series) -> str:
     first, last = series.points[0], series.points[-1]
-    values = [number(point.value - area_base(point, series.style)) for point in (first, last)]
-    return f"{values[0]} at step {number(first.step)}, {values[1]} at step {number(last.step)}"
+    values = [f"{value_text(point, series.style)} at step {number(point.step)}" for point in (first, last)]
+    return ", ".join(values)
 
 
-def latest(series: Series) -> str:
-    """Return the last value of a series."""
-    return number(series.points[-1].value - area_base(series.points[-1], series.style))
-
-
-def area_base(point: Point, style: str) -> float:
-    """Return the lower edge of an area, which is not part of its value; 0 for other styles."""
-    return (point.low or 0.0) if style == "area" else 0.0
+def value_text(point: Point, style: str) -> str:
+    """Return the value of a point as text, without the lower edge of an area."""
+    return number(point.value - (point.low or 0.0) if style == "area" else point.value)
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,8 @@ class Images:
         self.size = 0
 
     def add(self, path: Path, root: Path) -> int | None:
-        """Return an image's number on the page, or None if it is no image file below `root` or the page is full."""
+        """Return an image's number on the page. Return None if it is not an image file below `root`, or if the page is
+        full."""
         key = os.path.normpath(path)
         if key not in self.index:
             self.index[key] = self.read(path) if is_file_below(root, path) else None
@@ -270,7 +271,8 @@ def length_limit(lengths: Sequence[int], budget: int) -> int:
 
 
 def fill_images(images: Images, runs: Sequence[RunResults], shown: Sequence[Shown]) -> None:
-    """Add the images of all prompts, and then those of turns. If the page is full, the latter are spread over it."""
+    """Add the images of all prompts, and then images of turns. If the page gets full, images of turns are spread over
+    it."""
     for one in shown:
         start_images(one.group[0], runs[one.number], images)
         describe_videos(one.group[0], runs[one.number], images)
@@ -299,7 +301,8 @@ def describe_videos(row: Row, run: RunResults, images: Images) -> list[dict[str,
 
 
 def part_of(times: Sequence[float], duration: float) -> tuple[float, float]:
-    """Return from where to where the frames of a video go: one step more than their times, within the file."""
+    """Return the start and end of a video's frames in seconds: their times, with a step before and after, within the
+    file."""
     step = (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else duration
     return round(max(0.0, times[0] - step), 2), round(min(duration, times[-1] + step), 2)
 
@@ -307,14 +310,14 @@ def part_of(times: Sequence[float], duration: float) -> tuple[float, float]:
 def describe_group(one: Shown, run: RunResults, page: Page) -> dict[str, Any]:
     """Describe a group and its completions."""
     row = one.group[0]
-    numbers = start_images(row, run, page.images)
+    numbers, source = start_images(row, run, page.images), row.get(f"{COLUMN_PREFIX}data_source")
     return {
         "run": one.number,
         "heldOut": one.is_held_out,
         "prompt": page.prompts[row["prompt"]],
         "step": row["step"],
         "id": row["sample_id"],
-        "source": text_or_none(row.get(f"{COLUMN_PREFIX}data_source")),
+        "source": None if source is None else str(source),
         "data": fitting(one.data, page.cell_limit),
         "images": numbers,
         "noImage": not any(number is not None for number in numbers) and bool(row.get("image_sizes")),
@@ -397,7 +400,7 @@ def fitting(cells: Mapping[str, str], limit: int) -> dict[str, str]:
     """Return the first cells up to `limit` bytes, and the number of cells that are left out."""
     kept: dict[str, str] = {}
     for name, value in cells.items():
-        limit -= num_bytes(name) + num_bytes(value)
+        limit -= cells_size({name: value})
         if limit < 0:
             return kept | {"…": f"{len(cells) - len(kept)} more left out"}
         kept[name] = value
@@ -429,10 +432,6 @@ def cut(text: str, limit: int) -> str:
 
 def rounded(value: float | None) -> float | None:
     return None if value is None or not math.isfinite(value) else round(value, 4)
-
-
-def text_or_none(value: Any) -> str | None:
-    return None if value is None else str(value)
 
 
 def faulty_rows(runs: Sequence[RunResults], most: int = 50) -> Sequence[Mapping[str, Any]]:

@@ -87,7 +87,7 @@ class Judged:
 
 
 def columns_of(verdicts: Sequence[Judged]) -> list[str]:
-    """Return the names of the figures in a comparison: of all runs, but no training score that has a held-out one."""
+    """Return the names of the figures in a comparison. Training scores are left out if they are also held out."""
     names = dict.fromkeys(name for judged in verdicts for name in judged.by_name)
     repeated = {f"Training {name.removeprefix('Held-out ')}" for name in names if name.startswith("Held-out ")}
     return [name for name in names if name == TRAINING or name not in {*repeated, BEST}]
@@ -111,7 +111,7 @@ def verdict_of(run: RunResults) -> Judged:
     verdict = judge(evidence_of(run))
     state, mark = SIGNS[verdict.outcome]
     moved = [moved_of(change) for change in verdict.changes]
-    _, last = steps_of(run)
+    last = max((line["step"] for line in run.lines), default=0)
     total = run.settings.get("train", {}).get("max_steps")
     return Judged(
         run.name,
@@ -152,23 +152,30 @@ def held_out_scores(run: RunResults) -> list[Moved]:
     They have no interval of the change, since the completions of the evaluations are not logged. If both are one
     evaluation, return its scores.
     """
-    evaluated = {line["step"]: line for line in run.lines if "eval_num_samples" in line}
-    if not evaluated:
-        return []
-    first, last = min(evaluated), result_step(run, evaluated)
-    after, found = evaluated[last], []
+    (before, after), found = held_out_metrics(run), []
     names = sorted(filter(is_score, after), key=lambda name: function_name(name) not in run.decisive)
     for name in ("eval_reward", *names):
         if name not in after:
             continue
         score = score_of(after, name, f"Held-out {'reward' if name == 'eval_reward' else function_name(name)}")
-        before = evaluated[first].get(name) if last > first else None
-        if before is not None:
-            digits = digits_of(before, after[name])
+        if before.get(name) is not None:
+            digits = digits_of(before[name], after[name])
             note = f"the latter: {score.interval}" if score.interval else ""
-            score = Moved(score.name, f"{before:.{digits}f}", f"{after[name]:.{digits}f}", note)
+            score = Moved(score.name, f"{before[name]:.{digits}f}", f"{after[name]:.{digits}f}", note)
         found.append(score)
     return found
+
+
+def held_out_metrics(run: RunResults) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Return the metrics of the first evaluation and of the model that the run ends with.
+
+    If both are one evaluation, the former are empty. Without evaluations, both are.
+    """
+    evaluated = {line["step"]: line for line in run.lines if "eval_num_samples" in line}
+    if not evaluated:
+        return {}, {}
+    first, last = min(evaluated), result_step(run, evaluated)
+    return evaluated[first] if last > first else {}, evaluated[last]
 
 
 def score_of(metrics: Mapping[str, Any], name: str, label: str) -> Moved:
@@ -204,12 +211,6 @@ def result_step(run: RunResults, evaluated: Collection[int]) -> int:
     return int(best) if best.isdecimal() and int(best) in evaluated else max(evaluated)
 
 
-def steps_of(run: RunResults) -> tuple[int, int]:
-    """Return the first and the last step in a run's metrics. Steps before a resume in another directory are absent."""
-    steps = [line["step"] for line in run.lines]
-    return min((step for step in steps if step > 0), default=0), max(steps, default=0)
-
-
 def minutes_of(run: RunResults) -> str:
     """Return the minutes that the run's steps took, or nothing if they were not timed."""
     seconds = [line[name] for line in run.lines if (name := seconds_of(Stage.STEP)) in line]
@@ -218,11 +219,8 @@ def minutes_of(run: RunResults) -> str:
 
 def pass_facts(run: RunResults) -> list[Fact]:
     """Return held-out pass@k at the first evaluation and for the model that the run ends with."""
-    evaluated = {line["step"]: line for line in run.lines if "eval_num_samples" in line}
-    if not evaluated:
-        return []
-    first, last = min(evaluated), result_step(run, evaluated)
-    return passes_of(evaluated[last], "eval_", evaluated[first] if last > first else {})
+    before, after = held_out_metrics(run)
+    return passes_of(after, "eval_", before)
 
 
 def passes_of(metrics: Mapping[str, Any], prefix: str, before: Mapping[str, Any]) -> list[Fact]:
@@ -248,18 +246,15 @@ def fault_counts(run: RunResults) -> dict[str, float]:
     return dict(counts)
 
 
-def num_faults(run: RunResults) -> float:
-    """Return the number of faults of reward functions. A completion to which no function applies is not a fault."""
-    return sum((count for name, count in fault_counts(run).items() if NOT_APPLICABLE not in name), 0.0)
-
-
 def problem_facts(run: RunResults) -> list[Fact]:
     """Return the numbers of rows, completions and steps that were not used. A number that is 0 is left out."""
     skipped = totals(run.lines)["skipped_updates"]
     reasons = ", ".join(f"{reason.replace('_', ' ')} {count:.0f}" for reason, count in skipped.items() if count)
+    # A completion to which no function applies is not a fault.
+    num_faults = sum(count for name, count in fault_counts(run).items() if NOT_APPLICABLE not in name)
     numbers = (
         ("Rows skipped", len(run.dropped), "left out of the data"),
-        ("Reward faults", num_faults(run), "of functions on completions"),
+        ("Reward faults", num_faults, "of functions on completions"),
         ("Steps without an update", sum(skipped.values()), reasons),
     )
     return [Fact(label, f"{number:,.0f}", note) for label, number, note in numbers if number]

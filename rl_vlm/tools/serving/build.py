@@ -25,7 +25,7 @@ PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 QUESTIONS = ("Describe the image.", "Which colours are there?")
 """Texts of the prompts of a proof. Each has an image."""
 PROVEN_TOKENS = 16
-"""Tokens of the completions of a proof, at most."""
+"""Maximum tokens of a completion of a proof."""
 
 
 def chat_service(served: Served, name: str) -> ChatService:
@@ -67,11 +67,6 @@ def noise_sample(seed: int, text: str) -> Sample:
     pixels = np.random.default_rng(seed).integers(256, size=(64, 64, 3), dtype=np.uint8)
     messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": text}]}]
     return Sample(f"proof {seed}", messages, [Image.fromarray(pixels)], {}, messages)
-
-
-def proof_in_words(proof: Proof) -> list[str]:
-    """Return a line for each check, with its result."""
-    return [f"{check.result:22} {check}" for check in proof.checks]
 
 
 def processor_of(checkpoint: str) -> str:

@@ -21,7 +21,6 @@ def test_a_reward_has_a_series_in_training_and_one_on_held_out_rows():
         Series("held out", [Point(0, 0.5, 0.25, 0.75)], 1, "dots"),
     ]
     assert reward_series(LINES[1:], "reward") == [Series("training", [Point(1, 0.5)])]
-    assert reward_series(LINES[1:], "reward", [Point(1, 0.0)]) == [Series("training", [Point(1, 0.0)])]
 
 
 def test_many_points_are_means_of_consecutive_ones():

@@ -24,6 +24,7 @@ def figures(measured: Measured) -> dict[str, Any]:
     numbers = measured.numbers()
     scores = [score for row in measured.rows for score in row.scores.values()]
     quartiles = np.quantile(numbers, [0, 0.25, 0.5, 0.75, 1]).tolist() if numbers else []
+    spreads = [len({score for score in row.scores.values() if isinstance(score, float)}) for row in measured.rows]
     p50, p95, most = np.quantile(measured.seconds, [0.5, 0.95, 1]).tolist() if measured.seconds else (0.0, 0.0, 0.0)
     return {
         "function": measured.name,
@@ -33,13 +34,9 @@ def figures(measured: Measured) -> dict[str, Any]:
         "not_applicable": sum(score is None for score in scores) / max(1, len(scores)),
         "faults": sum(isinstance(score, Fault) for score in scores) / max(1, len(scores)),
         "scores": dict(zip(("min", "p25", "median", "p75", "max"), quartiles, strict=False)),
-        "groups_without_spread": sum(has_no_spread(row.scores) for row in measured.rows) / max(1, len(measured.rows)),
+        "groups_without_spread": sum(spread <= 1 for spread in spreads) / max(1, len(measured.rows)),
         "seconds": {"p50": p50, "p95": p95, "max": most},
     }
-
-
-def has_no_spread(scores: dict[str, Any]) -> bool:
-    return len({score for score in scores.values() if isinstance(score, float)}) <= 1
 
 
 def oddest(measured: Measured) -> list[dict[str, Any]]:
