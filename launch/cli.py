@@ -288,7 +288,7 @@ def _command_lines(names: Iterable[str]) -> str:
 
 
 def _command_name(text: str) -> str:
-    """Return the name of a command. Raises ArgumentTypeError with what may be meant if there is no such command."""
+    """Return the name of a command. For an unknown name, raise ArgumentTypeError with the closest commands."""
     commands = described_commands()
     if text in commands:
         return text

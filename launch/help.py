@@ -89,7 +89,7 @@ def add_host(parser: argparse.ArgumentParser) -> None:
 
 
 def port(text: str) -> int:
-    """Return the number of a port. Raises ArgumentTypeError if there is no such port."""
+    """Return the number of a port. Raises ArgumentTypeError if it is not one."""
     number = int(text) if text.isdecimal() and len(text) <= len(str(LAST_PORT)) else 0
     if not 1 <= number <= LAST_PORT:
         raise argparse.ArgumentTypeError(f"{text!r} is no port: give a number from 1 to {LAST_PORT}")

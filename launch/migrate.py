@@ -39,7 +39,7 @@ def migrate_parser() -> argparse.ArgumentParser:
 
 
 def _system(text: str) -> str:
-    """Return the name of a system. Raises ArgumentTypeError if it is none."""
+    """Return the name of a system. Raises ArgumentTypeError for an unknown one."""
     from rl_vlm.tools.migrate.source import SYSTEMS
 
     by_letters = {system.lower(): system for system in SYSTEMS}
@@ -62,7 +62,7 @@ def migrate_command(arguments: Sequence[str]) -> int:
 
 
 def _text(path: str) -> str:
-    """Read a file, or standard input for `-`. Raises ConfigError if it is no text."""
+    """Read a file, or standard input for `-`. Raises ConfigError if the content is not text."""
     try:
         if path == "-":
             content = sys.stdin.buffer.read()

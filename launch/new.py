@@ -1,4 +1,4 @@
-"""`rl-vlm new`: write a project of one's own, which runs at once."""
+"""`rl-vlm new`: write a new project, which runs at once."""
 
 from __future__ import annotations
 

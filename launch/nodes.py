@@ -28,7 +28,7 @@ FILES = Path(__file__).parent / "accelerate"
 FIRST_PORT, SERVER_PORT = 29500, 8000
 DAY = "24:00:00"
 MARGIN = 30
-"""Seconds that a launcher waits longer than the run's grace period, and Slurm longer than the launcher."""
+"""Extra seconds that the launcher waits after the run's grace period, and Slurm after the launcher."""
 MOST_RESTARTS = 3
 """Maximum number of restarts of a machine's processes, each after one of them has died."""
 LONGEST_WARNING = 65535
@@ -86,12 +86,12 @@ class Job:
 
     @property
     def shutdown_seconds(self) -> int:
-        """Return how many seconds launchers give their processes to save."""
+        """Return the seconds that launchers give their processes to save."""
         return math.ceil(self.config.train.stop_grace_seconds) + MARGIN
 
     @property
     def warning_seconds(self) -> int:
-        """Return how many seconds before the time limit of a Slurm job the run is told to save."""
+        """Return the seconds between the signal to save and the time limit of a Slurm job."""
         return self.shutdown_seconds + MARGIN
 
     def trainer_words(self) -> Words:

@@ -110,7 +110,7 @@ def local_card() -> Card:
 def accelerate_file(file: Path) -> dict[str, Any]:
     """Read the sharding, the number of nodes and the number of GPUs per node from a file for `accelerate launch`.
 
-    Raises ConfigError if it is no such file, or if its launch cannot be planned.
+    Raises ConfigError if it is not such a file, or if its launch cannot be planned.
     """
     try:
         asked = yaml_text.parse(file.read_text())

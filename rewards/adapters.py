@@ -229,7 +229,8 @@ def gold_of(columns: Mapping[str, Any]) -> Any:
 
 
 def gold_value(gold: Any) -> Any:
-    """Return a gold answer. Of an object with `ground_truth`, as verl's `reward_model` is, only this value counts."""
+    """Return a gold answer. If it is an object with `ground_truth`, as verl's `reward_model`, return only this
+    value."""
     return gold.get("ground_truth", gold) if isinstance(gold, Mapping) else gold
 
 

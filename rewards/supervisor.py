@@ -181,7 +181,7 @@ class Memory:
         return used
 
     def search(self) -> None:
-        """Find the processes that come from this one. Only those that were not there before are asked for their parent.
+        """Find the processes that come from this one. Only the parents of new processes are looked up.
 
         A process whose parent is not known yet is asked again by the next search.
         """

@@ -121,7 +121,8 @@ class Problems:
             return None
 
     def refuse(self) -> None:
-        """Raise one error with all messages, if there are any. Its class is that of the errors, or ConfigError."""
+        """Raise one error with all messages, if any. Its class is the class of the errors, or ConfigError if they
+        differ."""
         if not self.errors:
             return
         if len(self.errors) == 1:

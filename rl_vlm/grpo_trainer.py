@@ -251,7 +251,7 @@ class GRPOTrainer:
         return "\n".join([type(self).__name__, *(f"  {label.ljust(width)}  {row}" for label, row in rows.items())])
 
     def __getattr__(self, name: str) -> Any:
-        """Raise AttributeError. For an attribute of TRL's trainer, say what to write instead."""
+        """Raise AttributeError. For an attribute of TRL's trainer, name the replacement."""
         reason = reason_without(name)
         raise AttributeError(f"{type(self).__name__} has no `{name}`" + (f": {reason}" if reason else ""))
 

@@ -35,8 +35,8 @@ def choice(
 
     One of `letters` names an option, in either case. If the row has the options' texts in its column `options` or
     `choices`, as a list or a dict by letter, the text names it as well. An answer that names several options, or none,
-    scores 0.0. A solution that is none of the row's options is a fault. With `solution_is="index"`, `solution` is the
-    option's index, an int from 0. Raises ValueError if a setting is invalid.
+    scores 0.0. A solution that is not one of the row's options is a fault. With `solution_is="index"`, `solution` is
+    the option's index, an int from 0. Raises ValueError if a setting is invalid.
     """
     if solution_is not in ("answer", "index"):
         raise ValueError(f"solution_is={solution_is!r} is neither 'answer' nor 'index'")

@@ -53,7 +53,7 @@ def _average_precision(ious: np.ndarray) -> float:
 def _are_correct(ious: np.ndarray, threshold: float) -> np.ndarray:
     """Assign each prediction in turn the free gold box with the largest IoU, and return whether it gets one.
 
-    The IoU must reach `threshold`. Of equal IoUs, the last one wins.
+    The IoU must reach `threshold`. If IoUs are equal, the last one wins.
     """
     import numpy as np
 

@@ -1,4 +1,4 @@
-"""Limits of the requests to a judge: how many at once, how many per minute, and a budget."""
+"""Limits of the requests to a judge: their number at once, their number per minute, and a budget."""
 
 from __future__ import annotations
 

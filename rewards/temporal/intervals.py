@@ -100,7 +100,7 @@ class Clock(NamedTuple):
     """The second of each frame that the model gets."""
 
     def has(self, number: float) -> bool:
-        """Return whether a number is one of a frame, or the number after the last one, where the video ends."""
+        """Return whether a number belongs to a frame, or is the next number, where the video ends."""
         return len(self.times) > 0 and number <= len(self.times)
 
     def seconds(self, number: float) -> float:
@@ -112,7 +112,7 @@ class Clock(NamedTuple):
         return ends[first] + (number - first) * (ends[first + 1] - ends[first])
 
     def fault(self, gold: Any) -> Fault:
-        """Return the fault of a gold answer with a number that no frame has."""
+        """Return the fault of a gold answer whose number belongs to no frame."""
         return Fault("type", f"`solution` is {str(gold)[:60]!r}, and the first video has {len(self.times)} frames")
 
 
@@ -137,7 +137,7 @@ def score_rows(
 
 
 def _of_json(answer: str) -> list[Interval] | None:
-    """Return the intervals of a list or object in JSON, or None if the answer is none."""
+    """Return the intervals of a list or object in JSON, or None for any other answer."""
     if not answer.startswith(("[", "{")) or len(answer) > 100 * MOST:
         return None
     try:

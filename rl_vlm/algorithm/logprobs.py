@@ -23,7 +23,7 @@ def store_logprobs(batch: MicroBatch, logprobs_NT: Tensor, stage: LogprobStage) 
 
 
 def join(found: dict[T, Tensor], key: T, span: slice, values: Tensor) -> None:
-    """Add the padded values of some of a completion's tokens to those of the tokens before."""
+    """Append the padded values of some tokens of a completion to the values of the tokens before."""
     values = values[: span.stop - span.start]
     found[key] = values if span.start == 0 else torch.cat([found[key][: span.start], values])
 

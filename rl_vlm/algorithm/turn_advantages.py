@@ -132,7 +132,7 @@ def discounted(rewards: Sequence[float], discount: float) -> list[float]:
 def over_equal_starts(group: Group, returns: Returns, scale: Scale) -> tuple[Tensor, bool]:
     """Return the advantages of turns among those with an equal start, and whether returns differ at any start.
 
-    A turn whose start no other has gets 0.
+    A turn with a unique start gets 0.
     """
     alike: dict[bytes, list[int]] = {}
     completions = enumerate(group.completions)

@@ -1,4 +1,4 @@
-"""What the files of a PEFT adapter say, without torch and transformers."""
+"""Read the files of a PEFT adapter, without torch and transformers."""
 
 from __future__ import annotations
 

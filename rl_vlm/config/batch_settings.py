@@ -68,7 +68,7 @@ def solve(settings: BatchSettings) -> Solution:
 
 
 def nearest_valid(settings: BatchSettings) -> list[Change]:
-    """Return changes that give a solution to settings without one. There are none if all values are far away.
+    """Return changes that give settings a solution. The list is empty if all valid values are far away.
 
     Each change sets one setting to its nearest valid value below or above. If that is not enough, it also leaves out as
     few settings of `OPTIONAL` as possible.

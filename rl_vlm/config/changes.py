@@ -67,7 +67,7 @@ def changed_settings(saved: Mapping[str, Any], config: RunConfig) -> dict[str, s
 
 
 def function_sources(config: RunConfig) -> dict[str, str]:
-    """Return the digest of the source of the user's loss, by setting. Return nothing if there is no such source.
+    """Return the digest of the source of the user's loss, by setting. Return nothing if the source cannot be read.
 
     A function of a Python session has a digest in its name instead.
     """

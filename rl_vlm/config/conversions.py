@@ -35,7 +35,7 @@ def value_of(given: Given, *ends: str, default: Any = None) -> Any:
 
 
 def count(value: Any, name: str) -> int:
-    """Return a whole number above 0. Raises ValueError if it is none."""
+    """Return a whole number above 0. Raises ValueError for anything else."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"`{name}` is {value!r}, and should be a whole number above 0")
     return value
@@ -329,7 +329,7 @@ def attention(value: Any, given: Given) -> Settings:
 
 
 def adapter(value: Any, given: Given) -> Settings:
-    """Convert the rank of EasyR1's and verl's adapter. Rank 0 is none."""
+    """Convert the rank of EasyR1's and verl's adapter. Rank 0 means no adapter."""
     return {"use_peft": True, "lora_r": value} if value else {}
 
 
@@ -368,7 +368,7 @@ def resumed(value: Any, given: Given) -> Settings:
 
 
 def warmup(value: Any, given: Given) -> Settings:
-    """Convert EasyR1's and verl's warm-up, a fraction or a number of rollouts. -1 is none given."""
+    """Convert EasyR1's and verl's warm-up, a fraction or a number of rollouts. -1 means not given."""
     if not isinstance(value, int | float) or value <= 0:
         return {}
     return {"warmup_steps": value if value < 1 else rollouts_to_steps("warmup_steps")(value, given)["warmup_steps"]}

@@ -32,7 +32,8 @@ def to_yaml(config: RunConfig) -> str:
 def describe(config: RunConfig, plan: BatchSizes | None = None) -> str:
     """Return the resolved settings as YAML.
 
-    Before them, comments list those that differ from the defaults. After them, comments describe the batches of `plan`.
+    Before them, comments list the settings that differ from the defaults. After them, comments describe the batches of
+    `plan`.
     """
     comments = [] if plan is None else [f"# {sentence}\n" for sentence in _batch_sentences(config, plan)]
     return _differences(config) + to_yaml(config) + "".join(comments)

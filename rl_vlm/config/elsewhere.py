@@ -1,7 +1,7 @@
 """Settings of other systems: VLM-R1, EasyR1, verl with verl-agent and VAGEN, ms-swift, and arguments of TRL's trainer.
 
 A row has the advice of error messages, and the conversion of `rl-vlm migrate`. `trl_fields.py` has TRL's other
-settings, which are also those of VLM-R1 and ms-swift.
+settings, which VLM-R1 and ms-swift have too.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 PARTS = ("lm_head", "language_model", "projector", "vision_tower")
-"""Parts that `trainable_modules` and `lora_target_modules` accept beside names of modules."""
+"""Parts that `trainable_modules` and `lora_target_modules` accept in addition to names of modules."""
 
 
 def as_names(modules: list[str] | str) -> list[str] | str:

@@ -49,14 +49,14 @@ def _as_list(value: Any) -> Any:
 
 
 def size_in_bytes(text: str) -> int:
-    """Return the bytes of a size with a unit, such as 4GiB. Raises ValueError if it is none."""
+    """Return the bytes of a size with a unit, such as 4GiB. Raises ValueError for any other text."""
     if not re.fullmatch(r"\d+(\.\d+)?\s*[KMGT]i?B", text):
         raise ValueError(f"{text!r} is no size; write a number and a unit, as in 512MiB or 4GiB")
     return int(TypeAdapter(ByteSize).validate_python(text))
 
 
 def _checked_size(text: str) -> str:
-    """Return a size unchanged. Raises ValueError if it is none, or 0."""
+    """Return a size unchanged. Raises ValueError if it is not a size, or is 0."""
     if not size_in_bytes(text):
         raise ValueError(f"{text!r} leaves no memory; null is no limit")
     return text

@@ -74,7 +74,7 @@ def read_python_calls(text: str, schemas: Sequence[Schema] = ()) -> FoundCalls:
 
 
 def read_python_list(text: str) -> list[ToolCall]:
-    """Read `[crop(x=1), look()]`. Raises UnreadableCall if it is no list of calls with named arguments."""
+    """Read `[crop(x=1), look()]`. Raises UnreadableCall if it is not a list of calls with named arguments."""
     try:
         match ast.parse(text.strip(), mode="eval").body:
             case ast.List(elts=found):

@@ -119,10 +119,7 @@ class UsableRows:
         return self.num_pixels.get(row, 0) + sum(map(rule.num_pixels, self.headers.get(row, ())))
 
     def largest(self, count: int) -> list[int]:
-        """Return the `count` rows whose images and videos have the most pixels, and those with the longest texts.
-
-        The latter are `count` rows, too.
-        """
+        """Return `count` rows whose images and videos have the most pixels, and `count` rows with the longest texts."""
         sizes = {row: self.pixels_of(row) for row in {*self.num_pixels, *self.headers}}
         by_size = [
             sorted(self.indices, key=lambda row: found.get(row, 0), reverse=True)[:count]

@@ -119,7 +119,7 @@ def image_file(value: Any, folder: Path) -> str | None:
 
 
 def open_pillow(file: Any) -> Image.Image:
-    """Open an image, and read its header. Raises ValueError if the file is none in one of `FORMATS`."""
+    """Open an image, and read its header. Raises ValueError if the file is not an image in one of `FORMATS`."""
     try:
         return Image.open(file, formats=FORMATS)
     except UnidentifiedImageError as error:

@@ -230,7 +230,7 @@ class Rows:
 
 
 def load_rows(config: DataConfig, split: Which, max_rows: int | None = None) -> Rows:
-    """Open the training or held-out data without decoding images and videos. `max_rows` is that of `open_source`.
+    """Open the training or held-out data without decoding images and videos. `max_rows` is passed to `open_source`.
 
     Raises DataError if the data cannot be read, is empty or has no column for a prompt, if `columns` names a missing
     column, or if a sample id occurs twice.

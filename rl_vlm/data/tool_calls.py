@@ -121,7 +121,7 @@ KINDS: dict[str, Callable[[Any], bool]] = {
 
 
 def fits(value: Any, schema: Mapping[str, Any]) -> bool:
-    """Return whether a value is one of a JSON schema of those that type hints become."""
+    """Return whether a value fits one of the JSON schemas that type hints become."""
     if value is None and schema.get("nullable"):
         return True
     if "enum" in schema and not any(value == choice and type(value) is type(choice) for choice in schema["enum"]):

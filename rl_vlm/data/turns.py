@@ -57,7 +57,7 @@ class TurnFormat:
         self.builder = choice.form.builder
         """Builds prompts that tell the model of its tools."""
         self.description = choice.description
-        """One line that says what was chosen, and why."""
+        """One line with the choice and its reason."""
         self.tokenizer = self.builder.processor.tokenizer
         in_text = choice.form.kind == "text"
         self.stop_sequences: tuple[tuple[int, ...], ...] = stop_sequences(self.tokenizer, CLOSE) if in_text else ()

@@ -1,4 +1,4 @@
-"""Sharded parameters, of which each rank holds a part: DTensors (FSDP2) or parameters of DeepSpeed ZeRO-3."""
+"""Sharded parameters: DTensors (FSDP2) or parameters of DeepSpeed ZeRO-3. Each rank holds a part of each."""
 
 from __future__ import annotations
 

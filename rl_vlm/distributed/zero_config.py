@@ -205,15 +205,15 @@ def launched_sharding(launch: Launch) -> Sharding:
 
 
 def zero_sharding(zero: Mapping[str, Any]) -> Sharding:
-    """Return the row that a section `zero_optimization` asks for, with the size of its bucket.
+    """Return the row for a section `zero_optimization`, with the size of its bucket.
 
-    Raises ConfigError if there is none, such as for weights in host memory at stage 2.
+    Raises ConfigError if the table has no such row, as for weights in host memory at stage 2.
     """
     return replace(row_of(zero), reduce_bucket=reduce_bucket(zero))
 
 
 def row_of(zero: Mapping[str, Any]) -> Sharding:
-    """Return the row of the table that a section `zero_optimization` asks for. Raises ConfigError if there is none."""
+    """Return the row of the table for a section `zero_optimization`. Raises ConfigError if the table has none."""
     state, weights = (is_offloaded(zero, name) for name in ("offload_optimizer", "offload_param"))
     for row in SHARDINGS.values():
         stage = 1 + row.shards_gradients + row.shards_weights

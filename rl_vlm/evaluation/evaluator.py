@@ -175,7 +175,7 @@ class Evaluator:
         return chunk if directory is None else directory.write_chunk(chunk)
 
     def columns_of(self, group: Group, directory: EvaluationDirectory | None) -> list[dict[str, Any]]:
-        """Return `data_columns` of each completion. Environments can start unlike each other."""
+        """Return `data_columns` of each completion. They can differ, since environments can start differently."""
         found: dict[int, dict[str, Any]] = {}
         for members in group.by_prompt():
             columns = self.data_columns(group.prompt_of(members[0]).sample, directory)

@@ -34,7 +34,8 @@ def text_of(change: Change) -> tuple[str, str]:
 
 
 def interval(change: Change, digits: int | None = None) -> str:
-    """Return the interval of a change, or why there is none, or nothing. By default it has the digits of `text_of`."""
+    """Return the interval of a change, the reason why it has none, or an empty text. By default it has the digits of
+    `text_of`."""
     if change.low is None or change.high is None:
         return ""
     if change.has_few:
@@ -44,6 +45,6 @@ def interval(change: Change, digits: int | None = None) -> str:
 
 
 def digits_of(*values: float) -> int:
-    """Return how many decimals show two digits of the largest value, at least 2."""
+    """Return the number of decimals that show two digits of the largest value, at least 2."""
     size = max(map(abs, values))
     return 2 if size == 0 else max(2, 1 - math.floor(math.log10(size)))

@@ -93,7 +93,8 @@ class CompletionsLog:
 def completion_rows(step: int, groups: Sequence[ScoredGroup], table: RewardTable) -> list[dict[str, Any]]:
     """Build a row per completion.
 
-    A reward is None if it does not apply or failed. A length is None if it is not known, a fault if there is none.
+    A reward is None if it does not apply or failed. A length is None if it is unknown. A fault is None if there is
+    none.
     """
     in_turns = has_trajectories(groups)
     return [

@@ -127,7 +127,7 @@ def append_start(folder: Path, num_processes: int, is_first: bool) -> None:
 
 
 def add_proof(folder: Path, proof: dict[str, Any], name: str | None = None) -> None:
-    """Add to the line of the last start what it has proven, and what not.
+    """Add the results of a start's proof to its line.
 
     `name` is the model's, if a start evaluates several.
     """

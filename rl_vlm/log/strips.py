@@ -1,4 +1,4 @@
-"""Strips: some frames of a video beside each other, with their times, in one small image."""
+"""Strips: some frames of a video side by side, with their times, in one small image."""
 
 from __future__ import annotations
 

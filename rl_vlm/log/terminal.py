@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from rl_vlm.config.secrets import without_secrets
 
 KNOWN_LINES = {
-    # Layers that are sent no weights, at every sync: frozen ones, and those without weights.
+    # vLLM names layers without new weights at every sync: frozen layers, and layers without weights.
     "vllm.model_executor.model_loader.reload.layerwise": (r"\w+: Failed to load weights", "Allocating .* MB of device"),
     # A run does not bind threads to cores. The warning comes with every prompt.
     "vllm.v1.worker.cpu_worker": ("CPU backend doesn't allow to use `torch.set_num_threads`",),

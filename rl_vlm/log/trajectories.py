@@ -78,7 +78,7 @@ def turns_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def turns_text(row: Mapping[str, Any]) -> str:
-    """Return the turns of a row as text: `->` before those of the model, `<-` before results."""
+    """Return the turns of a row as text: `->` before the model's turns, `<-` before results."""
     parts = [[f"-> {turn['text']}", *map(result_line, turn["results"])] for turn in turns_of(row)]
     return "\n".join(line for lines in parts for line in lines)
 

@@ -166,9 +166,9 @@ def family_of(config: PreTrainedConfig) -> Family:
 
 
 def video_format(config: PreTrainedConfig, wanted: Literal["auto", "native", "frames"] = "auto") -> VideoFormat:
-    """Return how a model gets videos: by its own input for videos, if it has a tested one, or else as images.
+    """Return the form in which a model gets videos: its own input for videos, if it has a tested one, or else images.
 
-    Raises ConfigError if its own input is wanted and there is none.
+    Raises ConfigError if `native` is set and it has no such input.
     """
     row = None if has_own_code(config) else FAMILIES.get(config.model_type)
     is_native = row is not None and row.takes_videos

@@ -50,8 +50,8 @@ def rope_positions(model: PreTrainedModel, row: Inputs, images: Sequence[Inputs]
 def positions_after_videos(model: PreTrainedModel, row: Inputs, images: Sequence[Inputs]) -> Int[Tensor, "3 tokens"]:
     """Compute M-RoPE positions in which text after a video starts at the largest position of any axis + 1.
 
-    So do vLLM, the code of Qwen2-VL's and Qwen2.5-VL's authors, and transformers before 5.3. Later versions ignore the
-    time axis, so that text after a long video has positions of its frames.
+    vLLM, the code of Qwen2-VL's and Qwen2.5-VL's authors, and transformers before 5.3 do the same. Later versions
+    ignore the time axis, so that text after a long video has positions of its frames.
     """
     positions = rope_positions(model, row, images).clone()
     is_video = row["mm_token_type_ids"] == VIDEO_TYPE
@@ -85,7 +85,7 @@ class Family:
     """Names, from the model's root, of the vision tower, its projector, and vectors inserted between image tokens, in
     this order. If only the tower is named, it contains its projector."""
     other_modules: tuple[str, ...] = ()
-    """Names of modules that have no gradient: those for audio, and indexers, which select tokens. They are frozen, and
+    """Names of modules without a gradient: modules for audio, and indexers, which select tokens. They are frozen, and
     get no adapter."""
     row_positions: Callable[[PreTrainedModel, Inputs, Sequence[Inputs]], Int[Tensor, "axes tokens"]] = text_positions
     """Position ids of a row with the images of prompts and observations, in order. Text continues at the maximum + 1,
@@ -121,7 +121,7 @@ class Family:
     padding_matters: bool = False
     """Whether padding before a prompt changes the model's output. Rollouts then prefill one prompt at once."""
     first_images_only: str | None = None
-    """Reason why images can be in the prompt alone, and not in observations after it."""
+    """Reason why only prompts, and not observations after them, can have images."""
     image_features: Callable[..., Any] | None = None
     """Computes the output of the model's `get_image_features` with one call of the projector, if the model's own code
     calls it once per image."""

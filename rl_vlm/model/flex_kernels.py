@@ -40,7 +40,8 @@ ALWAYS: dict[str, Any] = {"FORCE_USE_FLEX_ATTENTION": True}
 
 
 def kernel_options(head_dim: int, shared_memory: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Return FlexAttention's options for heads of `head_dim` values and so many bytes of shared memory per block.
+    """Return FlexAttention's options for heads of `head_dim` values, on a card with this many bytes of shared memory
+    per block.
 
     Options that start with `fwd_` belong to the forward kernel, and with `bwd_` to the backward kernel.
     """

@@ -77,7 +77,7 @@ class GroupCacheLayer(DynamicLayer):
         return self.keys, self.values
 
     def buffers_for(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Return buffers with room for new keys and values. Larger ones are made if there is none left.
+        """Return buffers with room for new keys and values. Make larger ones if no room is left.
 
         All keys and values have the dtype of new values. Under autocast, keys and prefilled values may be in float32.
         """
@@ -135,7 +135,7 @@ class RowGroups:
     owners: Int[Tensor, " rows"]
     """Index of each row's prompt, on the CPU. Every prompt has a row."""
     prompt_valid: Bool[Tensor, "prompts prompt"] | None
-    """False at left padding. None if there is none."""
+    """False at left padding. None without padding."""
     slots: Int[Tensor, "prompts group"]
     """Rows of each prompt, 0 at padding."""
     places: Int[Tensor, " rows"] | None
@@ -177,7 +177,7 @@ class GroupLayout(AttentionLayout):
     prompt_mask: Bool[Tensor, "#prompts 1 #queries prompt"] | None = None
     """True where a query attends to a token of a prompt. None if it attends to all."""
     own_mask: Bool[Tensor, "#rows 1 queries keys"] | None = None
-    """The same for the completions' own tokens, of which the last are `num_new` queries."""
+    """The same for the completions' own tokens. The last `num_new` of them are queries."""
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -241,7 +241,7 @@ def part(
 ) -> tuple[Float[Tensor, "rows kv_heads heads queries value_dim"], Float[Tensor, "rows kv_heads heads queries"]]:
     """Compute attention over a part of the keys: the output, and the log-sum-exps of scores.
 
-    `mask` may have more keys: the last are those of `key`.
+    `mask` may have more keys. Its last ones belong to `key`.
     """
     num_kv_heads, heads, queries = query.shape[1:4]
     if mask is not None:
@@ -265,7 +265,7 @@ def attention_with_lse(
 ) -> tuple[Float[Tensor, "rows heads queries value_dim"], Float[Tensor, "rows heads queries"]]:
     """Compute attention, and the log-sum-exps of its scores in float32, with PyTorch's fused kernel if there is one.
 
-    All heads have the same keys. A query with a mask of False alone gets a log-sum-exp of about -1e38.
+    All heads have the same keys. A query whose mask is all False gets a log-sum-exp of about -1e38.
     """
     heads, queries, num_keys = query.shape[1], query.shape[2], key.shape[2]
     on_cpu, has_kernel = query.device.type == "cpu", query.is_cuda and key.shape[-1] % 8 == 0

@@ -76,9 +76,9 @@ def adapter_layers(model: nn.Module) -> dict[str, Any]:
 
 
 def adapts_tied_weight(model: PreTrainedModel) -> bool:
-    """Return whether an adapter is on the LM head or on the embeddings of a model that ties them.
+    """Return whether a model ties its LM head to its embeddings, and an adapter is on one of them.
 
-    The adapter changes the output of its own module alone. Merged into the weight, it would change both.
+    The adapter changes only the output of its own module. Merged into the weight, it would change both outputs.
     """
     modules: list[Any] = [model.get_output_embeddings(), model.get_input_embeddings()]
     is_tied = modules[0] is not None and modules[0].weight is modules[1].weight

@@ -30,7 +30,7 @@ def part_patterns(model: PreTrainedModel, family: Family) -> dict[str, str]:
 
 
 def linear_layers(model: PreTrainedModel, family: Family, part: str) -> list[str]:
-    """Return the paths of the part's linear layers. The language model's are without the LM head.
+    """Return the paths of the part's linear layers. The LM head does not belong to the language model.
 
     These are the modules of this part that PEFT's `all-linear` selects, and the head if it is named. Raises ConfigError
     if there are none.

@@ -84,7 +84,7 @@ def onevision_features(
 ) -> Any:
     """Return the outputs of LLaVA-OneVision's `get_image_features` and `get_video_features`, one after the other.
 
-    An image that is alone in its prompt has tiles.
+    A prompt's only image has tiles.
     """
     from transformers.modeling_outputs import BaseModelOutputWithPooling
     from transformers.models.llava_onevision.modeling_llava_onevision import image_size_to_num_patches

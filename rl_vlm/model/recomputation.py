@@ -92,7 +92,8 @@ def layers(model: nn.Module) -> list[tuple[str, Any]]:
 
 
 def checkpointed(model: nn.Module) -> list[tuple[str, Any]]:
-    """Return the modules with a switch for recomputation, by name. On a model or encoder alone it has no effect."""
+    """Return the modules with a switch for recomputation, by name. A switch that only a model or encoder has is without
+    effect."""
     return [(name, module) for name, module in model.named_modules() if hasattr(module, "gradient_checkpointing")]
 
 

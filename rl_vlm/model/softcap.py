@@ -95,7 +95,7 @@ def score_cap(softcap: float, device: torch.device) -> ScoreMod:
 def final_logits(logits: Tensor, config: PreTrainedConfig) -> Tensor:
     """Apply the scale or the soft cap of the language model's config to the LM head's output, if there is one.
 
-    transformers' own forwards of PaliGemma 2 omit the soft cap before 5.24, and those of Gemma 3 still do.
+    transformers' own forward of PaliGemma 2 omits the soft cap before 5.24. The forward of Gemma 3 still does.
     """
     text = config.get_text_config()
     scale, bound = (getattr(text, name, None) for name in ("logits_scaling", "final_logit_softcapping"))

@@ -148,8 +148,8 @@ class VisionEncoder:
     def calls(self, rendered: Sequence[Rendered], known: Container[bytes] = ()) -> list[list[Rendered]]:
         """Return the inputs of each run of the tower: all in one run if they can be concatenated, else one each.
 
-        Rows of patches of unlike lengths (Gemma 4) have a run for each length, so that short ones get no padding.
-        Equal images are an input once, and those whose digests are `known` are none.
+        Rows of patches of different lengths (Gemma 4) have a run for each length, so that short ones get no padding.
+        Equal images are one input. Images whose digests are `known` are left out.
         """
         unlike: dict[bytes, Rendered] = {}
         for each in rendered:
@@ -164,7 +164,8 @@ class VisionEncoder:
         return list(runs.values())
 
     def apart(self, batch: MicroBatch) -> list[Rendered]:
-        """Return those on which a trained tower runs apart from the micro-batch, one for equal images."""
+        """Return the prompts and observations on which a trained tower runs apart from the micro-batch, one for equal
+        images."""
         if self.is_frozen or not torch.is_grad_enabled():
             return []
         return list({each.digest: each for s in batch.subgroups for each in s.apart}.values())
@@ -292,9 +293,9 @@ def tower_inputs(some: Sequence[Rendered], device: torch.device) -> dict[str, Te
 
 
 def of_both_kinds(some: Sequence[Rendered], *names: str) -> list[list[Tensor]]:
-    """Return, for each name of an input of images and of videos, its values: the images of each, and then its videos.
+    """Return the values of each pair of inputs: for every prompt or observation its images, and then its videos.
 
-    The names alternate: one of images, and the one of videos for the same input.
+    The names alternate: an input of images, and the same input of videos.
     """
     pairs = list(zip(names[::2], names[1::2], strict=True))
     return [[each.mm_inputs[name] for each in some for name in pair if name in each.mm_inputs] for pair in pairs]
@@ -313,7 +314,7 @@ def joined_grids(some: Sequence[Rendered]) -> dict[str, Tensor]:
 
 
 def has_clips(patches: Tensor) -> bool:
-    """Return whether grids are clips, whose frames the tower joins to one (Kimi). Their patches are small images."""
+    """Return whether grids are clips, whose frames the tower joins (Kimi). Their patches are small images."""
     return patches.ndim == 4
 
 
@@ -348,8 +349,8 @@ JOINED: dict[str, Callable[[Sequence[Rendered]], dict[str, Tensor]]] = {
     "target_sizes_videos": joined_strips,
     "video_position_ids": joined_padded,
 }
-"""How inputs of videos become inputs of images for the tower, by an input that only some families have. Without one of
-these inputs, the family's `image_features` takes those of both kinds."""
+"""Functions that join inputs of images and videos for the tower, by an input that only some families have. Without such
+an input, the family's `image_features` takes both kinds."""
 
 
 def num_patches(config: PreTrainedConfig, rendered: Rendered) -> int:
@@ -421,7 +422,7 @@ def split_features(
 
 
 def _features_by_layer(output: Any) -> tuple[Any, Sequence[Any], tuple[int, ...]]:
-    """Return features for embeddings, those for deeper layers, and the indices of both, if the model names them."""
+    """Return features for embeddings, features for deeper layers, and the layers of both, if the model names them."""
     deepstack = list(getattr(output, "deepstack_features", None) or ())
     if not deepstack or isinstance(deepstack[0], Tensor) or isinstance(deepstack[0][0], Tensor):
         pooled = output.pooler_output
@@ -458,7 +459,8 @@ def check_counts(
 
 
 def num_items(rendered: Rendered) -> tuple[int, int]:
-    """Return how many items the tower's output has for images, and for videos: images, or crops of them, or frames."""
+    """Return the numbers of items in the tower's output, for images and for videos: images, crops of images, or
+    frames."""
     inputs = rendered.mm_inputs
     if "target_sizes_videos" in inputs:
         return len(inputs.get("target_sizes", ())), len(inputs["target_sizes_videos"])
@@ -487,7 +489,7 @@ def joined_embeddings(features: Sequence[ImageFeatures]) -> Float[Tensor, "*tile
 def joined_output(embeddings: Tensor, features: Sequence[ImageFeatures], is_stacked: bool = False) -> Any:
     """Join the features of several prompts into the form of the model's own output.
 
-    If it `is_stacked`, it is a batch of one in place of a list.
+    With `is_stacked`, the output is a batch of one in place of a list.
     """
     from transformers.modeling_outputs import BaseModelOutputWithPooling
 

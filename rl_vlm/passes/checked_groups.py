@@ -1,4 +1,4 @@
-"""Groups of a proof: shortened ones, and ones with a change that must show, or must not."""
+"""Groups of a proof: shortened groups, and groups with a change that must, or must not, change log-probs."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from rl_vlm.types import Completion, Group, Prompt, ScoredGroup
 
 @dataclass(frozen=True)
 class CheckedSize:
-    """Rows that a check computes: groups of a rank, completions of a group, and tokens of a completion, at most."""
+    """Maximum rows of a check: groups of a rank, completions of a group, and tokens of a completion."""
 
     groups: int = 2
-    """Two prompts in a row show whether one sees the other. Each number of images and of videos has a group in any
-    case."""
+    """Two prompts in a row show whether one sees the other. There is always a group for each number of images and
+    videos."""
     completions: int = 3
     tokens: int = 128
-    """A completion of so many ends in another block of FlexAttention than it begins."""
+    """A completion of this length spans several blocks of FlexAttention."""
     tries_lengths: bool = False
-    """Whether completions of other lengths are made up, since the first step may sample short ones alone."""
+    """Whether to make up completions of other lengths, since the first step may sample only short ones."""
 
 
 ALL = CheckedSize(1_000_000, 1_000_000, 1_000_000, tries_lengths=True)
@@ -60,7 +60,7 @@ def taken(groups: Sequence[ScoredGroup]) -> list[Tensor]:
 
 
 def unscored(group: Group) -> ScoredGroup:
-    """Return a group as one whose completions are all valid, and have no rewards yet."""
+    """Return a scored group whose completions are all valid, with rewards and advantages of 0."""
     num = len(group.completions)
     zeros = torch.zeros(num)
     return ScoredGroup(group, zeros[:, None], zeros, zeros, torch.ones(num, dtype=torch.bool), has_variance=True)
@@ -100,14 +100,14 @@ def of_other_lengths(groups: Sequence[ScoredGroup], longest: int, context: int |
 
 
 def first_turns(scored: ScoredGroup) -> ScoredGroup:
-    """Return a new group of the first turns of its completions, or the group if they have no others."""
+    """Return a new group of the first turns of its completions, or the group itself if all have one turn."""
     if not any(completion.contexts for completion in scored.group.completions):
         return scored
     return with_completions(scored, [each.first_tokens(each.turn_lengths[0]) for each in scored.group.completions])
 
 
 def with_other_images(scored: ScoredGroup) -> ScoredGroup:
-    """Return a new group whose prompts have the inverse of their pixels. Times of videos stay."""
+    """Return a new group with inverted pixels in its prompts. Times of videos stay."""
 
     def inverted(prompt: Prompt) -> Prompt:
         inputs = {n: v for n, v in prompt.mm_inputs.items() if v.is_floating_point() and n != "second_per_grid_ts"}
@@ -134,7 +134,7 @@ def with_exchanged_prompts(groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
 def with_other_siblings(scored: ScoredGroup) -> ScoredGroup:
     """Return a new group whose completions, except the last, have their tokens in reverse order.
 
-    The last is behind all others in a row, so a mask that is only causal lets it see them.
+    The last completion follows all others in a row, so a purely causal mask would let it see them.
     """
     *rest, last = scored.group.completions
     return with_completions(scored, [*(replace(each, token_ids=each.token_ids.flip(0)) for each in rest), last])

@@ -129,13 +129,14 @@ class Peaks:
 class StagePeaks(Listener):
     """Measures each stage without the stages nested in it.
 
-    Of training, only the passes are measured: its first update creates the optimizer state, which is no part of them.
+    In training, only the passes are measured: the first update creates the optimizer state, which does not belong to
+    them.
     """
 
     def __init__(self, peaks: Peaks, stages: Container[Stage] = Stage, num_blocks: int | None = None) -> None:
         """Measure the first `num_blocks` blocks of each of these stages, or all blocks.
 
-        All others count as part of the stages around them.
+        Other blocks count as part of the stages around them.
         """
         self.peaks = peaks
         self.stages = stages

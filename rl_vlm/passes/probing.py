@@ -1,4 +1,5 @@
-"""Forwards of a proof: log-probs of the same completions in several layouts, and a gradient that no layout changes."""
+"""Forwards of a proof: log-probs of the same completions in several layouts, and a gradient that does not depend on the
+layout."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from rl_vlm.stages import Stage
 from rl_vlm.types import Forward, MicroBatch, ScoredGroup, Sharing, SubGroup, length_mask, pad_rows, to_device
 
 Way = Literal["own", "dense", "shared"]
-"""How rows are computed: by the model's own forward, one per completion, or with prompts that are computed once."""
+"""A way to compute rows: by the model's own forward, with a row per completion, or with each prompt computed once."""
 
 
 class Probing:

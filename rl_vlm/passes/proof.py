@@ -32,7 +32,7 @@ GRADIENTS = "trained weights"
 
 @dataclass(frozen=True)
 class Comparison:
-    """The difference between two ways to compute the same value, or between values that must be unlike."""
+    """The difference between two ways to compute a value, or between values that must differ."""
 
     name: str
     difference: float
@@ -41,7 +41,7 @@ class Comparison:
 
     @property
     def holds(self) -> bool:
-        """Return whether the difference is as it must be. A difference that is not a number never is."""
+        """Return whether the difference is within its bound, or above it if the values must differ. NaN is neither."""
         return self.difference > self.bound if self.unlike else self.difference <= self.bound
 
     def __str__(self) -> str:
@@ -56,7 +56,7 @@ class ProofCheck:
     comparisons: tuple[Comparison, ...] = ()
     untried: str | None = None
     problem: str | None = None
-    """A fault that is no difference."""
+    """A fault other than a difference."""
 
     @property
     def holds(self) -> bool:
@@ -83,7 +83,7 @@ class Probe(NamedTuple):
 
     logprobs: Tensor
     gradient: Tensor
-    """With respect to a vector that is added to all embeddings. The rows' layout does not matter to it."""
+    """Gradient with respect to a vector that is added to all embeddings. It does not depend on the layout of rows."""
     weights: frozenset[int] = frozenset()
     """The `id`s of the weights that the log-probs depend on."""
     vision_apart: bool = False
@@ -115,14 +115,14 @@ class Expected:
 
 @dataclass
 class Proof:
-    """The checks of one start, and the way of computing rows that they allow."""
+    """The checks of one start, and the way to compute rows that they allow."""
 
     checks: list[ProofCheck] = field(default_factory=list)
     fallback: str | None = None
-    """The slower way that the run goes on with."""
+    """The slower way with which the run continues."""
 
     def state(self) -> dict[str, Any]:
-        """Return it with JSON types."""
+        """Return the proof with JSON types."""
         checks = [{"check": str(each), "result": each.result} for each in self.checks]
         return {"checks": checks, "fallback": self.fallback}
 

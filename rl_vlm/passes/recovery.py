@@ -35,7 +35,7 @@ ALLOCATOR_ERRORS = (
     "CUDA driver error: out of memory",
     "Triton Error [CUDA]: out of memory",
 )
-"""Texts of errors that have no specific class."""
+"""Texts of out-of-memory errors without a class of their own."""
 FOR_ONE_COMPLETION = (
     "Set memory.gradient_checkpointing or model.use_peft to true, set data.max_pixels, data.video_max_pixels, "
     "data.max_frames or rollout.max_completion_length lower, or share the model between devices: "

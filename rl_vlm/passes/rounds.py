@@ -1,4 +1,4 @@
-"""Rounds of a model's forwards under the token budget, in the fastest way to compute rows that is proven."""
+"""Rounds of a model's forwards under the token budget. Rows are computed in the fastest proven way."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ SDPA_CALLS = "two SDPA calls in place of FlexAttention"
 DENSE_ROWS = "dense rows"
 """Slower ways to compute rows, if faster ones are not proven."""
 UNTRAINED_TOKENS = 8192
-"""Token budget of a policy that is not trained, and so has no memory plan."""
+"""Token budget of a policy that is not trained, since it has no memory plan."""
 
 
 class Rounds:
-    """Cuts groups into rounds, and runs them. One rank's; it needs no optimizer."""
+    """Cuts groups of one rank into rounds, and runs them. It needs no optimizer."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Rounds:
         self.memory = config.memory
         self.models = [policy, *others]
         self.fallback: str | None = None
-        """The slower way that rows are computed in, if faster ones were not proven."""
+        """The slower way to compute rows, if faster ones were not proven."""
         self.sharing: Sharing = sharing
 
     @classmethod
@@ -89,7 +89,7 @@ class Rounds:
         sharing: Sharing | None = None,
         budget: int | None = None,
     ) -> list[Round]:
-        """Cut groups into micro-batches under the token budget, and return the rounds in which they run.
+        """Cut groups into micro-batches under the token budget, and return their rounds.
 
         If `together`, ranks communicate within the passes, and all get equally many rounds. `sharing` and `budget`, in
         tokens, are the run's by default.

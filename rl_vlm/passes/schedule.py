@@ -22,7 +22,8 @@ T = TypeVar("T")
 
 
 class Runs(NamedTuple):
-    """How often the vision tower runs in a round: before its forward, within it, and in the tower's own backwards."""
+    """Numbers of runs of the vision tower in a round: before its forward, within it, and in the tower's own
+    backwards."""
 
     before: int
     within: int
@@ -73,7 +74,7 @@ def own_rounds(batches: Sequence[MicroBatch], vision: VisionEncoder) -> list[Rou
     """Return the rounds of this rank's micro-batches. No features are kept before the first one.
 
     The tower runs on a prompt or an observation before the first forward that uses its kept features, and again after
-    the last one. Those of equal images count as one.
+    the last one. Prompts and observations with equal images count as one.
     """
     apart = [vision.apart(batch) for batch in batches]
     last = {each.digest: i for i, some in enumerate(apart) for each in some}

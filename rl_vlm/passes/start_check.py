@@ -1,4 +1,4 @@
-"""A proof before the first step that the rows of a run are right, with its own device, weights and rows.
+"""Proves before the first step that the rows of a run are right, on its own device, with its own weights and rows.
 
 A few of the first completions, shortened, are computed in several ways:
 
@@ -71,17 +71,17 @@ from rl_vlm.types import ScoredGroup
 
 logger = logging.getLogger(__name__)
 NOT_TAKEN = "the model's own forward takes no such videos"
-"""Why a check that compares with the model's own forward is left out."""
+"""Reason why a check against the model's own forward is left out."""
 
 
 class Checked(NamedTuple):
-    """The rows of a proof, and the differences of dense rows that its bounds come from."""
+    """The rows of a proof, and the differences between dense rows, which give its bounds."""
 
     rows: CheckedRows
     turns: CheckedRows
-    """First turns, which the model's own forward computes. They are `rows` if no completion has others."""
+    """First turns, which the model's own forward computes. Equal to `rows` if all completions have one turn."""
     sampled: list[ScoredGroup]
-    """The groups of `rows` that an engine has sampled. Made-up ones follow."""
+    """The groups of `rows` that an engine has sampled. Made-up groups follow them."""
     expected: Expected
 
 
@@ -106,7 +106,7 @@ class StartCheck:
         return "shared" if self.strategy is not None and self.rounds.sharing in ("auto", "shared") else "dense"
 
     def run(self, groups: Sequence[ScoredGroup], policy_version: int | None = None) -> Proof:
-        """Check rows of a few of the groups, and return the checks. All ranks must call it.
+        """Check rows of a few groups, and return the checks. All ranks must call it.
 
         `policy_version` is the policy's. Falls back to a slower way if shared rows are not proven. Raises
         ModelError on every rank if another check does not hold on any. If memory runs out, a check is skipped on every
@@ -165,7 +165,7 @@ class StartCheck:
         self.add(OWN_FORWARD, lambda: self.own_forward(checked))
 
     def prove_contents(self, checked: Checked, policy_version: int | None) -> None:
-        """Check that log-probs depend on images and prompts, and on nothing else; the engine's; and gradients."""
+        """Check that log-probs depend on images and prompts only. Then check the engine's log-probs, and gradients."""
         self.add(SIBLINGS, lambda: self.siblings(checked))
         self.add(OTHER_IMAGES, lambda: self.other_images(checked))
         self.add(OTHER_PROMPTS, lambda: self.other_prompts(checked))
@@ -272,7 +272,7 @@ class StartCheck:
         return Checked(rows, rows if is_single else CheckedRows(probing, turns), sampled, expected)
 
     def again(self, checked: Checked) -> ProofCheck:
-        """Compare dense rows with the same rows once more, as bounds would hide a model that is random."""
+        """Compute dense rows again, and compare them: the bounds would hide a random model."""
         expected = checked.expected
         difference = logprob_difference(checked.rows.logprobs("dense"), expected.dense.logprobs)
         return ProofCheck(AGAIN, (Comparison("log-probs", difference, expected.smallest_bound),))
@@ -296,7 +296,7 @@ class StartCheck:
         return ProofCheck(SHARED, checked.expected.equal(found))
 
     def other_images(self, checked: Checked) -> ProofCheck:
-        """Look whether log-probs depend on pixels, in the model's own forward and in the run's rows."""
+        """Check whether log-probs depend on pixels, in the model's own forward and in the run's rows."""
         turns = checked.turns
         if not turns.groups:
             return ProofCheck(OTHER_IMAGES, untried=NOT_TAKEN)
@@ -309,7 +309,7 @@ class StartCheck:
         return ProofCheck(OTHER_IMAGES, (Comparison("log-probs", moved, 0.0, unlike=True),))
 
     def other_prompts(self, checked: Checked) -> ProofCheck:
-        """Look whether log-probs depend on prompts."""
+        """Check whether log-probs depend on prompts."""
         turns = checked.turns
         if len({tuple(group.group.prompt.token_ids.tolist()) for group in turns.groups}) < 2:
             return ProofCheck(OTHER_PROMPTS, untried="there is one prompt")
@@ -346,7 +346,7 @@ class StartCheck:
         return ProofCheck(ROLLOUTS, checked.expected.equal_logprobs(sampled, computed))
 
     def gradients(self, checked: Checked) -> ProofCheck:
-        """Look whether each trained weight has a gradient. It may be zero, as for a new adapter's `lora_A`."""
+        """Check whether each trained weight has a gradient. It may be zero, as for a new adapter's `lora_A`."""
         assert self.strategy is not None
         if self.strategy.is_sharded:
             return ProofCheck(GRADIENTS, untried="they are sharded between ranks")

@@ -100,7 +100,7 @@ def planned_budget(
 
 
 def surely_fits(config: RunConfig, initial: str, hardware: Hardware, prompt: Prompt) -> bool:
-    """Return whether the largest budget fits on these CPUs without a look at a plan.
+    """Return whether the largest budget surely fits on these CPUs, so that no plan is needed.
 
     An engine that reserves memory needs the plan.
     """

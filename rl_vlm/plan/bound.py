@@ -1,7 +1,8 @@
-"""An upper bound on a run's bytes on a CPU, from the shapes of its weights. It takes a tenth of a second, a plan many.
+"""An upper bound on a run's bytes on a CPU, from the shapes of its weights. It takes a tenth of a second; a plan takes
+many.
 
-A matrix of r rows and c columns reads c values per token and computes r. Passes keep `KEPT` times these values at most,
-and attention weights besides. In plans of tiny models it is 0.5 to 4 times.
+A matrix of r rows and c columns reads c values per token and computes r. Passes keep at most `KEPT` times these values,
+and attention weights. In plans of tiny models the factor is 0.5 to 4.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ CHUNK_COPIES = 4
 
 
 def bytes_at_most(config: RunConfig, checkpoint: str, prompt: Prompt, tokens: int) -> float:
-    """Return more bytes than training takes with micro-batches of this many tokens, for prompts like this one.
+    """Return an upper bound on the bytes of training with micro-batches of this many tokens, for prompts like this one.
 
     `checkpoint` is the directory of a model. Only its config is read.
     """
@@ -55,6 +56,7 @@ def bytes_at_most(config: RunConfig, checkpoint: str, prompt: Prompt, tokens: in
 
 
 def values_per_token(weights: Iterable[nn.Parameter], row: int) -> float:
-    """Return more values than these weights' layers keep for a token, or a patch, of a row of this length."""
+    """Return an upper bound on the values that these weights' layers keep per token, or patch, of a row of this
+    length."""
     widths = sum(p.numel() / p.shape[-1] + p.numel() / p.shape[-2] for p in weights if p.ndim > 1)  # rows + columns
     return (KEPT + row / TOKENS_PER_VALUE) * widths

@@ -42,7 +42,7 @@ ASSUMED_PIXELS = 2**20
 ASSUMED_FRAME_PIXELS = 2**18
 """Pixels of a frame of a video if `data.video_max_pixels` is not set."""
 OF_VIDEOS = ("fps", "num_frames", "video_min_pixels", "video_max_pixels", "video_total_pixels", "video_root")
-"""Settings that only data with videos has."""
+"""Settings that only runs with videos set."""
 PLANNED_STAGES = (
     Stage.LOAD, Stage.GENERATION, Stage.OLD_LOGPROBS, Stage.REF_LOGPROBS, Stage.ENTROPY, Stage.TRAINING, Stage.UPDATE,
     Stage.WEIGHT_SYNC, Stage.SAVE,

@@ -1,4 +1,4 @@
-"""Images that a plan assumes in observations. How many there are, and how large, is known only during the run.
+"""Images that a plan assumes in observations. Their number and size are known only during the run.
 
 Contexts of a completion can be in several micro-batches, so a plan looks at one context.
 """
@@ -7,10 +7,10 @@ from rl_vlm.config.schema import RolloutConfig
 
 
 def observed_images(rollout: RolloutConfig, image_tokens: int) -> int:
-    """Return the images of a context after its prompt: one after each turn but the last, as many as its tokens hold.
+    """Return the images of a context after its prompt: one after each turn but the last, if its tokens suffice.
 
-    Each is as large as the prompt's image, which has `image_tokens` tokens. Without that image or tools there are none.
-    If contexts are edited, they hold fewer.
+    Each is as large as the prompt's image, which has `image_tokens` tokens. There are none if the prompt has no image,
+    or the run no tools. Edited contexts hold fewer.
     """
     if not rollout.has_tools or not image_tokens:
         return 0
@@ -19,6 +19,6 @@ def observed_images(rollout: RolloutConfig, image_tokens: int) -> int:
 
 
 def tokens_per_image(rollout: RolloutConfig, prompt_tokens: int, image_tokens: int) -> int:
-    """Return the fewest tokens of rows that come with an image: a prompt and a token, or a part of a context."""
+    """Return the fewest tokens per image in a row: a prompt and a token, or a part of a context."""
     observed = observed_images(rollout, image_tokens)
     return min(prompt_tokens + 1, rollout.max_completion_length // observed if observed else prompt_tokens + 1)

@@ -20,7 +20,7 @@ ORGANISATIONS = {"qwen": "Qwen", "gemma": "google"}
 """Owner on the hub, by the beginning of a model's name."""
 
 HUB_SECONDS = 2.0
-"""Time in which the hub must answer."""
+"""Seconds within which the hub must answer."""
 
 
 def packaged_models() -> list[str]:

@@ -85,7 +85,7 @@ def draw_phases(plan: MemoryPlan, axes: Any) -> None:
 
 
 def headline(plan: MemoryPlan) -> str:
-    """Say whether the plan fits, with the memory of its largest phase."""
+    """Return a line that says whether the plan fits, with the memory of its largest phase."""
     peak, available = plan.peak.total / GIB, plan.available / GIB
     return f"{'It fits' if plan.fits else 'It does not fit'}: {peak:.1f} of {available:.1f} GiB"
 

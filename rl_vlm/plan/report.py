@@ -43,7 +43,7 @@ EFFECTS: dict[str, dict[Any, str]] = {
     },
     "vllm.vllm_enable_sleep_mode": {True: "vLLM frees its memory during training"},
 }
-"""How a change of a setting saves memory, by the setting and its new value."""
+"""Effects of changed settings on memory, by setting and new value."""
 
 
 def describe_plan(config: RunConfig, hardware: Hardware, model: Model, plan: MemoryPlan) -> str:
@@ -151,14 +151,15 @@ def phase_table(title: str, phases: Sequence[Phase], beside: Mapping[str, int] =
 
 
 def smallest_table(setups: Sequence[Setup]) -> str:
-    """Return the smallest set-ups that fit, or that there is none."""
+    """Return a table of the smallest set-ups that fit, or a line that none fits."""
     if not setups:
         return f"No set-up on up to {MAX_NODES} nodes fits, with LoRA and QLoRA neither."
     return f"The smallest set-ups that fit:\n{setup_table(setups)}"
 
 
 def suggested_tables(setups: Sequence[Setup], own: MemoryPlan) -> str:
-    """Return the set-ups that fit, with the reasons, then the others. `own` is the plan of the run as it is."""
+    """Return tables of the set-ups that fit, with the reasons, and of the others. `own` is the plan of the unchanged
+    run."""
     fit, others = [each for each in setups if each.plan.fits], [each for each in setups if not each.plan.fits]
     texts = []
     if fit:

@@ -138,7 +138,7 @@ def adapters(config: RunConfig) -> Iterator[Changes]:
 
 
 def with_shardings(config: RunConfig, changes: Changes, hardware: Hardware, models: Models) -> list[Setup]:
-    """Plan the changed run with every sharding that accepts it. On one GPU, shards are of use only if offloaded."""
+    """Plan the changed run with every sharding that accepts it. On one GPU, shards help only if they are offloaded."""
     is_one = hardware.num_ranks == 1
     tried = [each for each in SHARDINGS.values() if not (is_one and each.shards_state) or each.offloads]
     found = [setup(config, changes, replace(hardware, sharding=sharding), models) for sharding in tried]
@@ -146,7 +146,8 @@ def with_shardings(config: RunConfig, changes: Changes, hardware: Hardware, mode
 
 
 def setup(config: RunConfig, changes: Changes, hardware: Hardware, models: Models) -> Setup | None:
-    """Plan a run with changed settings. Adapt them if that makes it fit. Returns None if the run refuses them."""
+    """Plan a run with changed settings, and adapt them if that makes the run fit. Returns None if the run refuses
+    them."""
     try:
         check_setup(with_changes(config, changes), hardware.sharding, hardware.num_ranks)
     except (ValidationError, RLVLMError):
@@ -237,6 +238,6 @@ def more_gpus(hardware: Hardware, below: int | None) -> Iterator[Hardware]:
 
 
 def more_prompts(config: RunConfig, hardware: Hardware) -> Changes:
-    """Return the change that raises `prompts_per_step` to a multiple of the ranks, if it is none."""
+    """Return the change that raises `prompts_per_step` to a multiple of the ranks, if it is not one yet."""
     prompts, ranks = config.train.prompts_per_step, hardware.num_ranks
     return {"train.prompts_per_step": math.ceil(prompts / ranks) * ranks} if prompts and prompts % ranks else {}

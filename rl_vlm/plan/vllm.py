@@ -178,8 +178,8 @@ def lora_bytes(text: Any, rank: int, tensor_parallel_size: int = 1) -> int:
     """Return the bytes of vLLM's buffers for one adapter of this rank, in bfloat16.
 
     vLLM allocates them at start for every linear layer of the language model and for all experts, also for layers that
-    the adapter does not change (`LoRAModelManager._create_lora_modules`). Of the two matrices, tensor parallelism
-    divides the one beside the divided weight. Qwen3's embeddings are left out; they take less than 1%.
+    the adapter does not change (`LoRAModelManager._create_lora_modules`). Tensor parallelism divides only the matrix
+    next to the divided weight. Qwen3's embeddings are left out; they take less than 1%.
     """
     hidden = text.hidden_size
     query = text.num_attention_heads * head_dim(text) // tensor_parallel_size

@@ -106,7 +106,7 @@ def num_experts(text: Any) -> tuple[int, int]:
 
 
 def num_active(policy: Policy) -> int:
-    """Return the number of weights that one token uses. Of the experts, only the chosen ones count."""
+    """Return the number of weights that one token uses. Only the chosen experts count."""
     chosen, experts = num_experts(policy.transformer.config.get_text_config())
     of_experts = sum(p.numel() for name, p in policy.named_parameters() if ".experts." in name)
     return sum(p.numel() for p in policy.parameters()) - of_experts + of_experts * chosen // experts

@@ -1,4 +1,4 @@
-"""One reward function with its settings: loads it, finds the form in which it reads completions, and calls it."""
+"""One reward function with its settings. Loads it, finds the form in which it reads completions, and calls it."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class Reward:
     def reads_turns(self, columns: Iterable[str]) -> bool:
         """Return whether the function reads turns or environments, which made-up completions do not have.
 
-        `columns` are those of the data, which may have one of these names.
+        `columns` are the columns of the data, which may have one of these names.
         """
         return not ({"turns", "environments"} & self.columns).issubset(columns)
 

@@ -280,7 +280,7 @@ def gives_less_than_zero(reward: Reward, sample: Sample) -> bool:
 
 
 def best(scores: Sequence[Score]) -> GoldScore:
-    """Return the largest score, or the first fault if there is none."""
+    """Return the largest score, or the first fault if no score is a number."""
     numbers = [score for score in scores if isinstance(score, float)]
     faults = [score for score in scores if isinstance(score, Fault)]
     return GoldScore(max(numbers)) if numbers else GoldScore(None, faults[0].message if faults else None)

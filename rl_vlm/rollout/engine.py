@@ -91,7 +91,7 @@ class Session(Protocol):
     """Samples completions one by one, each as soon as it is submitted."""
 
     def submit(self, request: RolloutRequest) -> Submitted:
-        """Begin to sample a request, of which one completion is paused. Its tokens are those of `generate`."""
+        """Begin to sample a request with one paused completion. It gets the tokens that `generate` would sample."""
         ...
 
 

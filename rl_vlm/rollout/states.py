@@ -62,7 +62,7 @@ class Builder(Protocol):
 
 
 def prompt_state(draw: Draw, prompt: Prompt) -> State:
-    """Return the draw of a prompt, and what was read of the images and videos of its row."""
+    """Return the draw of a prompt, and the pixels that were read of the images and videos of its row."""
     return {"draw": tuple(draw), "reads": [tuple(read) for read in prompt.sample.reads]}
 
 

@@ -21,7 +21,8 @@ from rl_vlm.log.metrics import BEST_OF_GROUP, DISTINCT_ANSWERS, FAULTED, ITERATI
 from rl_vlm.run.verdict import Evidence, Line
 
 MOST_WINDOWS = 500
-"""Largest number of windows to read if metrics lack the figures of groups. Of more, read those at even distances."""
+"""Maximum number of windows to read if metrics lack the figures of groups. If there are more, read windows at even
+distances."""
 NOT_SEEN = "so a collapse cannot be seen"
 
 

@@ -161,8 +161,8 @@ class SavedRun:
 def read_own_state(path: Path, num_saved: int, rank: int, num_ranks: int) -> dict[str, Any]:
     """Read a rank's own state from a checkpoint of `num_saved` ranks.
 
-    If the run has another number of ranks, the collectors' states are dealt to them. A rank without a saved state gets
-    no random states.
+    If the run has another number of ranks, distribute the collectors' states among them. A rank without a saved state
+    gets no random states.
     """
     if num_saved == num_ranks:
         return torch.load(path / f"rank_{rank}.pt", weights_only=True)

@@ -86,7 +86,7 @@ class Run:
             self.opened = opened.pop_all()
 
     def go_on_with_fallback(self, saved: SavedRun) -> None:
-        """Compute rows in the slower way that the last start has fallen back to, if it has."""
+        """Use the slower way to compute rows to which the last start has fallen back, if it has."""
         ways = self.ranks.gather([last_fallback(saved.path.parent) if self.ranks.is_main else None])
         way = next(filter(None, ways), None)
         if way is not None:
@@ -189,7 +189,7 @@ class Run:
         return self.finish_step(line)
 
     def finish_step(self, line: dict[str, Any]) -> dict[str, Any]:
-        """Evaluate and save if that is due after a step, and write its line of metrics."""
+        """Evaluate and save if due after a step, and write its line of metrics."""
         step = line["step"]
         is_last = step == self.progress.max_steps
         if self.evaluator and (is_last or is_due(step, self.config.train.eval_steps)):

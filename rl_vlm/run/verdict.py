@@ -40,13 +40,14 @@ from rl_vlm.log.metrics import (
 Line = Mapping[str, Any]
 
 MOST_FAULTED = 0.05
-"""Completions without a score are left out of training. This many of them are a fault to mend, and not an accident."""
+"""Completions without a score are left out of training. From this share on, they are a fault to correct."""
 FEWEST_STEPS = 10
-"""With fewer steps, a change says nothing of the settings. One in twenty intervals lies above or below 0 by chance."""
+"""With fewer steps, a change tells nothing about the settings. One in twenty intervals lies above or below 0 by
+chance."""
 SHARE = 0.1
 """Share of a run's steps with new groups at each of the two ends that are compared. Their mean reward is one value."""
 ENOUGH = 16
-"""An end has at least so many values, if both can."""
+"""An end has at least this many values, if there are enough for both."""
 
 FIRST_GROUPS, FIRST_STEPS = 32, 1
 """Groups, and steps with new groups, that show which answers the starting model can find."""
@@ -122,8 +123,8 @@ class Evidence:
     lines: Sequence[Line]
     """Lines of `metrics.jsonl`, with the metrics of groups."""
     held_out: Mapping[str, Pairs] = field(default_factory=dict)
-    """Mean values of the same held-out rows at the first evaluation, and with the model that the run ends with: of
-    `reward`, and of each reward function. Empty without two evaluations whose completions are logged."""
+    """Held-out values by name, of `reward` and each reward function: means per row at the first evaluation, and of the
+    same rows with the final model. Empty unless the completions of two evaluations are logged."""
     num_evaluations: int = 0
     num_generations: int | None = None
     """Completions of a group, if they are known."""
@@ -177,7 +178,7 @@ def training_lines(lines: Iterable[Line]) -> list[Line]:
 
 
 def training_steps(lines: Iterable[Line]) -> list[Line]:
-    """Return those with new groups. Later iterations of a window repeat the figures of its groups."""
+    """Return the lines with new groups. Later iterations of a window repeat the figures of its groups."""
     return [line for line in training_lines(lines) if not line.get(ITERATION)]
 
 
@@ -187,7 +188,7 @@ def num_groups(line: Line) -> int:
 
 
 def mean_of(lines: Iterable[Line], metric: str) -> float:
-    """Return the mean of a metric over the lines that have it, or NaN if none has."""
+    """Return the mean of a metric over the lines that have it, or NaN if no line has it."""
     values = [line[metric] for line in lines if is_number(line.get(metric))]
     return float(np.mean(values)) if values else math.nan
 
@@ -209,7 +210,8 @@ def change_of_ends(name: str, values: Sequence[float]) -> Change:
 
 
 def both_ends(values: Sequence[float]) -> tuple[Sequence[float], Sequence[float]]:
-    """Return a tenth of the values at each end, or more to have `ENOUGH`, at most half. A single value is both ends."""
+    """Return the first and the last tenth of the values, or up to half to have `ENOUGH`. A single value is both
+    ends."""
     size = max(1, round(SHARE * len(values)), min(ENOUGH, len(values) // 2))
     return values[:size], values[-size:]
 

@@ -29,7 +29,7 @@ NOT_GIVEN = ("processing_class", "optimizer", "lr_scheduler", "train_dataloader"
 def usable_callback(callback: Any) -> Any:
     """Return a callback, constructed if it is a class. Log its own events that are never called.
 
-    Raises ConfigError if it is no TrainerCallback.
+    Raises ConfigError if it is not a TrainerCallback.
     """
     from transformers import TrainerCallback
 

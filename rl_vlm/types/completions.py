@@ -17,13 +17,13 @@ from rl_vlm.types.prompts import Prompt, digest_of
 from rl_vlm.types.tensors import to_device
 
 FinishReason = Literal["stop", "length", "turns", "fault", "paused"]
-"""Why a completion ends: a stop token, a length limit, the limit of turns, or an environment that failed. A paused one
-goes on later: its rollout was at its token limit, or its environment has answered."""
+"""Reason why a completion ends: a stop token, a length limit, the limit of turns, or an environment that failed. A
+paused completion continues later: its rollout reached its token limit, or its environment has answered."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How completions are generated. Temperature 0 is greedy."""
+    """Settings for generating completions. Temperature 0 is greedy."""
 
     num_generations: int
     max_completion_length: int
@@ -79,11 +79,11 @@ class Turn:
     """Its text without calls."""
     calls: tuple[ToolCall, ...] = ()
     results: tuple[ToolResult, ...] = ()
-    """One per call, in order, as the model saw them. If a call cannot be read, there are no calls, and one result that
-    says why. Empty if the trajectory ended with this turn. A step has one result, also at the end of a
-    trajectory, unless it did not fit."""
+    """One per call, in order, as the model saw them. If a call cannot be read, there are no calls, and one result gives
+    the reason. Empty if the trajectory ended with this turn. A step has one result, also at the end of a trajectory,
+    unless the result did not fit."""
     reward: float | None = None
-    """The reward of this turn's step. None if it is no step."""
+    """The reward of this turn's step. None if the turn is not a step."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,7 +121,7 @@ class Observation:
 
 
 Rendered = Prompt | Observation
-"""Tokens of a row that the processor made, with their images."""
+"""Tokens that the processor made, with their images: a prompt or an observation."""
 
 
 class Path(NamedTuple):
@@ -131,11 +131,11 @@ class Path(NamedTuple):
     sampled: Bool[Tensor, " path"]
     """True at the tokens that are trained on."""
     observations: dict[int, Observation]
-    """By the place of their first token, in order."""
+    """Observations by the place of their first token, in order."""
 
     @classmethod
     def of(cls, parts: Sequence[int | Observation], sampled: Int[Tensor, " sampled"]) -> Path:
-        """Return the tokens of parts, of which `sampled` are the sampled ones."""
+        """Return the tokens of parts. `sampled` holds the sampled tokens."""
         turns = iter(sampled.split([part for part in parts if isinstance(part, int)]))
         tokens = [next(turns) if isinstance(part, int) else part.token_ids for part in parts]
         masks = [torch.full((len(some),), isinstance(part, int)) for some, part in zip(tokens, parts, strict=True)]
@@ -144,7 +144,7 @@ class Path(NamedTuple):
         return cls(torch.cat([sampled[:0], *tokens]), torch.cat([torch.ones(0).bool(), *masks]), observations)
 
     def without_last(self) -> Path:
-        """Return the path without its last token, which predicts none."""
+        """Return the path without its last token, which predicts no token."""
         return Path(self.token_ids[:-1], self.sampled[:-1], self.observations)
 
 
@@ -182,7 +182,7 @@ class Context:
         return num_tokens(self.parts)
 
     def path(self, sampled: Int[Tensor, " sampled"]) -> Path:
-        """Return the context's tokens, of which `sampled` are the sampled ones."""
+        """Return the context's tokens. `sampled` holds the sampled tokens."""
         return Path.of(self.parts, sampled)
 
     def first_tokens(self, number: int) -> Context:
@@ -216,23 +216,25 @@ class Completion:
     text: str
     """The text of the last turn."""
     contexts: tuple[Context, ...] = ()
-    """How the sampled tokens follow each other and observations. Empty for one turn."""
+    """The order of sampled tokens and observations, per context. Empty for one turn."""
     pending: Observation | None = None
-    """The observation that a paused completion goes on after, if its environment has answered."""
+    """The observation after which a paused completion continues, if its environment has answered."""
     edited: tuple[Observation, ...] = ()
-    """What a new context begins with, in which a paused completion goes on. Empty if it goes on in its last one."""
+    """First parts of a new context, if a paused completion continues in one. Empty if it continues in its last
+    context."""
     turns: tuple[Turn, ...] = ()
     """The turns of a trajectory. Empty without tools."""
     start: Prompt | None = None
-    """Its own prompt, if its environment started unlike those of its group. None: the group's prompt."""
+    """Its own prompt, if its environment started differently from the others of its group. None: the group's prompt."""
     fault: str | None = None
     """Kind and message of a failure of its environment, if `finish_reason` is "fault"."""
     environment_reward: float | None = None
-    """The reward that the environment's `get_reward` returned."""
+    """The value that the environment's `get_reward` returned."""
     environment_name: str | None = None
     """Name of its environment's class."""
     environment: Any = field(default=None, compare=False, repr=False)
-    """The environment's instance, for reward functions. It is not saved, and used again after the window is scored."""
+    """The environment's instance, for reward functions. It is not saved. After the window is scored, it is used
+    again."""
 
     @property
     def is_paused(self) -> bool:
@@ -240,7 +242,7 @@ class Completion:
 
     @property
     def is_truncated(self) -> bool:
-        """Return whether it would have gone on without a limit of tokens or turns."""
+        """Return whether a limit of tokens or turns ended it."""
         return self.finish_reason in ("length", "turns")
 
     @property
@@ -271,16 +273,16 @@ class Completion:
 
     @property
     def observations(self) -> list[Observation]:
-        """Return the observations of all contexts, in order. One that several contexts hold is there several times."""
+        """Return the observations of all contexts, in order. An observation in several contexts is repeated."""
         return [observation for context in self.contexts for observation in context.observations]
 
     def span(self, contexts: range) -> slice:
-        """Return where the sampled tokens of some consecutive contexts are among all."""
+        """Return the slice that the sampled tokens of some consecutive contexts have among all sampled tokens."""
         ends = list(accumulate((context.num_sampled for context in self.contexts), initial=0))
         return slice(ends[contexts.start], ends[contexts.stop])
 
     def part(self, contexts: range) -> Completion:
-        """Return the completion in some consecutive contexts alone."""
+        """Return the completion with only some consecutive contexts."""
         span, some = self.span(contexts), self.contexts[contexts.start : contexts.stop]
         token_ids, logprobs = self.token_ids[span], self.generator_logprobs[span]
         return replace(self, token_ids=token_ids, generator_logprobs=logprobs, contexts=some)
@@ -297,7 +299,7 @@ class Completion:
 
     @property
     def parts_so_far(self) -> tuple[int | Observation, ...]:
-        """Return the parts of the context that the next turn goes on in, with the pending observation."""
+        """Return the parts of the context that the next turn continues, with the pending observation."""
         only_turn = (len(self.token_ids),) * bool(len(self.token_ids))
         parts = self.edited or (self.contexts[-1].parts if self.contexts else only_turn)
         return parts if self.pending is None else (*parts, self.pending)
@@ -377,7 +379,7 @@ class Group:
 
     def by_prompt(self, members: Sequence[int] | None = None) -> list[list[int]]:
         """Return members, by default all, in lists of equal prompts. There is one list unless environments start
-        unlike each other.
+        differently.
         """
         lists: dict[Prompt, list[int]] = {}
         for member in range(len(self.completions)) if members is None else members:
@@ -385,7 +387,7 @@ class Group:
         return list(lists.values())
 
     def rendered_by(self, members: Sequence[int]) -> list[Rendered]:
-        """Return the prompt of members that have the same, and their observations."""
+        """Return the common prompt of members, and their observations."""
         return rendered_of(self.prompt_of(members[0]), [self.completions[i] for i in members])
 
 
@@ -394,7 +396,7 @@ class RolloutRequest:
     """A prompt to generate completions for. Random streams are hashes of (seed, group_id, completion index)."""
 
     group_id: str
-    """Optimizer step, epoch and sample id, which identify the draw and not only the row."""
+    """Optimizer step, epoch and sample id. They identify the draw, not only the row."""
     prompt: Prompt
     partial: Group | None = None
     """The group so far. Its paused completions are equally long, since all of them reached the same limits."""

@@ -25,12 +25,12 @@ class Video:
 
     frames: UInt8[np.ndarray, "frames height width 3"]
     indices: tuple[int, ...]
-    """The number of each frame in the file, or milliseconds if frames of the file have no constant rate."""
+    """The number of each frame in the file, or its milliseconds if the file has no constant frame rate."""
     fps: float
     """Frames per second of the file, or 1000 for milliseconds."""
     total_num_frames: int
-    """Frames of the file from the clip's start to its end, or that time in milliseconds. Processors divide by it to
-    know how many seconds lie between the chosen frames."""
+    """Number of frames from the clip's start to its end, or its milliseconds. Processors divide by it to get the
+    seconds between the chosen frames."""
     duration: float
     """Seconds of the file."""
     path: str | None = None
@@ -50,7 +50,8 @@ class Video:
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """The times of the frames, as processors read them. They change its list of indices, so each call makes one."""
+        """The times of the frames, as processors read them. Each call makes a new list of indices, since processors
+        change it."""
         height, width = self.frames.shape[1:3]
         return {
             "total_num_frames": self.total_num_frames, "fps": self.fps, "frames_indices": list(self.indices),
@@ -118,7 +119,7 @@ class MediumRead(NamedTuple):
         return self._replace(path=None, reader="") == other._replace(path=None, reader="")
 
     def __str__(self) -> str:
-        """Return it for error messages."""
+        """Return the text for error messages."""
         frames = f", frames {', '.join(map(str, self.indices))} at {self.fps:g} per second" if self.indices else ""
         reader = f", read with {self.reader}" if self.reader else ""
         width, height = self.size

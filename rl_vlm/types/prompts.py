@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 VideoFormat = Literal["native", "frames"]
-"""Whether a model gets a video through its own input for videos, or its frames as images."""
+"""Form of a video: the model's own input for videos (native), or its frames as images."""
 
 
 @dataclass(frozen=True)
@@ -64,14 +64,15 @@ class Sample:
 
     @cached_property
     def reads(self) -> list[MediumRead]:
-        """The pixels that were read for the prompt. A resumed run compares them with those that it reads."""
+        """The pixels that were read for the prompt. A resumed run compares them with the pixels that it reads."""
         files = self.image_files or [None] * len(self.images)
         images = [MediumRead.of_image(image, path) for image, path in zip(self.images, files, strict=True)]
         return images + [MediumRead.of_video(video) for video in self.all_videos]
 
     @property
     def media_text(self) -> str:
-        """How errors describe its images and videos, such as "images of 64x48 pixels". Empty without any."""
+        """Description of its images and videos in errors, such as "images of 64x48 pixels". Empty without images and
+        videos."""
         images = ", ".join(f"{image.width}x{image.height}" for image in self.own_images)
         shapes = [video.frames.shape for video in self.all_videos]
         videos = ", ".join(f"{number} frames of {width}x{height}" for number, height, width, _ in shapes)
@@ -100,7 +101,7 @@ class Prompt:
 
     @property
     def name(self) -> str:
-        """Return how errors name it."""
+        """Return its name in errors."""
         return f"sample {self.sample.sample_id}"
 
     @property
@@ -109,7 +110,7 @@ class Prompt:
 
     @property
     def own_image_sizes(self) -> list[tuple[int, int]] | None:
-        """`image_sizes` of images that are no frames of a video."""
+        """`image_sizes` without frames of videos."""
         return None if self.image_sizes is None else self.sample.without_frames(self.image_sizes)
 
     @cached_property
@@ -119,7 +120,7 @@ class Prompt:
 
 
 def digest_of(mm_inputs: dict[str, Tensor]) -> bytes:
-    """Hash the inputs of images. A tensor without values, as traces of memory have them, is equal to itself alone."""
+    """Hash the inputs of images. A tensor without values, as in traces of memory, equals only itself."""
     found = blake2b(digest_size=16)
     for name, tensor in sorted(mm_inputs.items()):
         found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {id(tensor) if tensor.is_meta else ''}".encode())

@@ -17,8 +17,8 @@ def pad_rows(rows: Sequence[Tensor]) -> Tensor:
 def pad_split(values: Float[Tensor, " tokens"], lengths: Sequence[int]) -> Float[Tensor, "completions longest"]:
     """Split a vector into N rows of these lengths, right-padded with 0.
 
-    One operator scatters all rows. With an operator per row, each one's backward would copy the gradient of all rows.
-    The result is no view of another tensor, since FSDP2 warns of modules that return views.
+    One operator scatters all rows. If there were one operator per row, the backward of each would copy the gradient of
+    all rows. The result is not a view of another tensor, since FSDP2 warns of modules that return views.
     """
     mask = length_mask(lengths)
     rows, columns = to_device(mask.nonzero(), values.device).unbind(1)

@@ -15,7 +15,8 @@ from rl_vlm.types.completions import Completion, Group, Observation, Rendered, r
 from rl_vlm.types.prompts import Prompt
 
 Sharing = Literal["auto", "shared", "dense", "unproven"]
-"""How often a group's prompt is computed: once (shared), once per completion (dense), or whichever is cheaper."""
+"""Number of times that a group's prompt is computed: once (shared), once per completion (dense), or the cheaper of
+both."""
 
 
 @dataclass
@@ -63,7 +64,7 @@ class RewardTable:
     fault_messages: list[str] = field(default_factory=list)
     """One line per fault: function, sample, completion, and the returned value or the error."""
     faults: dict[tuple[int, int], list[str]] = field(default_factory=dict)
-    """The faults of a completion, by prompt and index."""
+    """Faults of completions, by prompt and index."""
 
 
 @dataclass
@@ -83,9 +84,10 @@ class ScoredGroup:
     num_answers: int | None = None
     """Distinct answers, as the first reward function of the largest weight reads them; None if they are not counted."""
     old_logprobs: dict[int, Tensor] = field(default_factory=dict)
-    """By completion, once computed. A window's first optimizer step uses its own forward's, detached."""
+    """Old log-probs by completion, once computed. A window's first optimizer step uses its own forward's log-probs,
+    detached."""
     ref_logprobs: dict[int, Tensor] = field(default_factory=dict)
-    """By completion, if the KL term needs them."""
+    """Reference log-probs by completion, if the KL term needs them."""
     turn_advantages: list[Tensor] = field(default_factory=list)
     """For each completion, the advantages of its turns. Empty if all turns have the completion's advantage."""
 
@@ -106,7 +108,7 @@ class SubGroup:
     vision_apart: bool = False
     """Whether the group is cut, so that a trained vision tower runs apart from its micro-batches."""
     contexts: dict[int, range] = field(default_factory=dict)
-    """The contexts of a completion that is cut, whose other contexts are in other micro-batches."""
+    """The contexts of a cut completion. Its other contexts are in other micro-batches."""
 
     @property
     def prompt(self) -> Prompt:
@@ -114,13 +116,13 @@ class SubGroup:
 
     @property
     def completions(self) -> list[Completion]:
-        """Return its completions. Those that are cut have its contexts alone."""
+        """Return its completions. Cut completions have only the contexts of this sub-group."""
         every = self.scored.group.completions
         return [every[i].part(self.contexts[i]) if i in self.contexts else every[i] for i in self.members]
 
     @property
     def spans(self) -> list[slice]:
-        """Return where the sampled tokens of `completions` are among all of the same completion."""
+        """Return the slice of each of `completions` among the sampled tokens of the whole completion."""
         every = self.scored.group.completions
         return [
             every[i].span(self.contexts[i]) if i in self.contexts else slice(0, len(every[i].token_ids))
@@ -134,7 +136,8 @@ class SubGroup:
 
     @cached_property
     def apart(self) -> list[Rendered]:
-        """Return those whose images other micro-batches need too, so that a trained vision tower runs apart on them."""
+        """Return the prompts and observations whose images other micro-batches need too. A trained vision tower runs
+        apart on them."""
         found: list[Rendered] = [self.prompt] if self.vision_apart else []
         for member, inside in self.contexts.items():
             here: list[Observation] = []
@@ -160,20 +163,20 @@ class MicroBatch:
     shared: bool
     """True: each prompt is computed once for its completions. False: one padded row per completion."""
     dense_reason: str | None = None
-    """Why prefixes are not shared, for the metrics."""
+    """Reason why prefixes are not shared, for the metrics."""
     is_dummy: bool = False
-    """Whether it only gives this rank as many micro-batches as other ranks have. Its loss is multiplied by 0."""
+    """Whether it is a filler, so that this rank has as many micro-batches as others. Its loss is multiplied by 0."""
     own_forward: bool = False
     """Whether the model encodes images and computes positions itself. The micro-batch then has one completion."""
 
     @property
     def completions(self) -> list[Completion]:
-        """Return the N completions, in order of sub-groups. Those that are cut have some of their contexts."""
+        """Return the N completions, in order of sub-groups. Cut completions have some of their contexts."""
         return [completion for subgroup in self.subgroups for completion in subgroup.completions]
 
     @property
     def members(self) -> list[tuple[ScoredGroup, int, slice]]:
-        """Return the group and index of each completion, and where its sampled tokens are among all of them."""
+        """Return the group and index of each completion, and the slice of its tokens among its sampled tokens."""
         return [(s.scored, i, span) for s in self.subgroups for i, span in zip(s.members, s.spans, strict=True)]
 
     @property

@@ -65,12 +65,12 @@ class PlannedMedia(NamedTuple):
     """An image or a video of a planned prompt."""
 
     runs: list[int]
-    """Placeholder tokens that are beside each other."""
+    """Adjacent placeholder tokens."""
     inputs: dict[str, torch.Tensor]
 
     @property
     def num_tokens(self) -> int:
-        """Return the placeholder tokens, and those of times between them."""
+        """Return the placeholder tokens, with the tokens of times between them."""
         return sum(self.runs) + TIME_TOKENS * len(self.runs) * (len(self.runs) > 1)
 
 

@@ -178,7 +178,7 @@ def to_groups(
 def to_completions(
     request: GenerateRequest, response: GenerateResponse, sampling: Sampling, label: str, tokenizer: Any
 ) -> list[Completion]:
-    """Return the completions of a response. `label` is that of the last weights. See `to_groups` for errors."""
+    """Return the completions of a response. `label` is the label of the last weights. See `to_groups` for errors."""
     check_versions(request, response, label)
     if request.paused.so_far().observations and response.prompt_ids != request.expected_ids:
         return [misread(request, response.prompt_ids)]

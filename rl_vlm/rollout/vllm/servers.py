@@ -52,7 +52,7 @@ BACK_SECONDS = 2.0
 """Seconds in which a lost server must answer a health check to be used again. Each sync asks it."""
 
 UNSENT = "default"
-"""vLLM's label of weights that nobody has sent: those of a server that has just started."""
+"""vLLM's label of the weights with which a server starts, before any are sent."""
 
 MAX_FILE_BYTES = 5 * 10**9
 """Bytes at which a file of weights ends and the next begins. The main process holds one file's weights in memory."""

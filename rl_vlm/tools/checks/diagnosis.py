@@ -19,7 +19,7 @@ MODEL = ("model", "Change the model, or the setting that the message names.")
 
 
 class Note(NamedTuple):
-    """A line about something that a check looked at, or could not look at."""
+    """A line about something that a check has checked, or could not check."""
 
     text: str
     is_checked: bool = True

@@ -29,7 +29,7 @@ from rl_vlm.tools.checks.table import Subject
 
 
 def output_directory(subject: Subject) -> Checking[None]:
-    """Check that files can be written to the output directory. For a training run, check what it holds already."""
+    """Check that files can be written to the output directory. For a training run, also check its present content."""
     path = Path(subject.config.train.output_dir)
     existing = next(place for place in (path, *path.absolute().parents) if place.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
@@ -64,7 +64,7 @@ def check_resumed(config: RunConfig) -> None:
 def model_files(subject: Subject) -> Checking[str | None]:
     """Check the files of the model, or of each model to evaluate.
 
-    Return the first name that is not on this machine, "" if there is none, or None if files have errors.
+    Return the first name that is not on this machine, "" if all are, or None if files have errors.
     """
     names, missing = subject.checkpoints or [subject.config.model.model_name_or_path], []
     if subject.is_served:

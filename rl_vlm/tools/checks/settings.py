@@ -61,7 +61,7 @@ def high_learning_rate(config: RunConfig, num_parameters: int) -> Checking[None]
 
 
 def rewards(subject: Subject) -> Checking[list[Reward]]:
-    """Load every reward function. Return those that load."""
+    """Load every reward function. Return the functions that load."""
     specs, loaded = subject.config.rewards.specs, []
     for spec in specs:
         reward = yield from attempt(calling(Reward, spec, subject.config.rollout.environment is not None))

@@ -49,7 +49,7 @@ LOOK_AT_IT = (
     "and with --completions N longer completions of the model."
 )
 NUM_PROMPTS = 2
-"""Number of prompts per step. There are more if rows have unlike numbers of images."""
+"""Minimum number of prompts per step. A step has more if rows differ in their numbers of images."""
 UNPROVEN = (
     "The run is right, and slower. docs/memory.md has the checks of the proof; another version of torch, or "
     "memory.shared_attention: sdpa, may be proven."
@@ -142,7 +142,7 @@ def error_of_training(config: RunConfig) -> str | None:
 def few_rows(usable: UsableRows) -> dict[int, Row]:
     """Return the rows with the largest images and longest texts, the first rows, and the first rows of each source.
 
-    They are by their index. Every row has all columns of the data, and an id that no row of another source has.
+    The keys are indices of rows. Every row has all columns of the data, and an id that is unique over all sources.
     """
     rows, indices = usable.rows, usable.indices
     firsts = [bisect_left(indices, part.start) for part in rows.parts]

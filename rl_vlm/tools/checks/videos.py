@@ -1,4 +1,4 @@
-"""Show what the model gets of a video: which frames, and how many tokens."""
+"""Show the frames that the model gets of a video, and the number of their tokens."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from rl_vlm.tools.checks.diagnosis import Checking, Note
 from rl_vlm.types import Sample, Video
 
 MOST_TIMES = 12
-"""Times of frames in a line. Of more, the first and the last ones are there."""
+"""Maximum times of frames in a line. A longer list shows the first ones and the last."""
 FORMS = {"native": "in the model's own input for videos", "frames": "as images"}
 
 
 def video_notes(usable: UsableRows, builder: PromptBuilder) -> Checking[None]:
-    """Yield a line about the first row with videos, if there is one. Raises DataError if it has no prompt."""
+    """Yield a line about the first row with videos, if any. Raises DataError if the row has no prompt."""
     rows = usable.rows
     row = next((row for row in usable.indices if rows.parse(row).videos), None)
     if row is None:

@@ -19,7 +19,7 @@ from rl_vlm.tools.export.source import Source
 from rl_vlm.tools.report.verdict import Fact, verdict_of
 
 Form = Literal["model", "adapter", "merged"]
-"""All weights of the model, the adapter alone, or the base model with the adapter merged into it."""
+"""All weights of the model, only the adapter, or the base model with the adapter merged into it."""
 
 TEMPLATE = "card.md.jinja"
 ABSOLUTE_PATH = re.compile(r"(?<![\w.:/~-])~?/(?:[^\s/'\",;|\]})]+/)*([^\s/'\",;|\]})]+)/?")

@@ -76,7 +76,7 @@ class Source:
     def is_on_hub(self, name: str) -> bool:
         """Return whether a name must be on the hub.
 
-        It then has the form `name` or `owner/name`, and is no file, folder or function here.
+        It then has the form `name` or `owner/name`, and does not name a file, folder or function here.
         """
         return (
             re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) is not None

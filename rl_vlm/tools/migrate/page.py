@@ -1,4 +1,4 @@
-"""Write a translation as a YAML file, with comments about everything that was not translated."""
+"""Write a translation as a YAML file. Comments name everything that was not translated."""
 
 from __future__ import annotations
 

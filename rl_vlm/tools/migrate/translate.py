@@ -36,11 +36,11 @@ class Translation:
     to_fill_in: dict[str, list[str]] = field(default_factory=dict)
     """Unknown parts of values, and the settings in which they are."""
     assumed: dict[str, str] = field(default_factory=dict)
-    """Settings that the script leaves out, and whose default is that of the other system, with their names there."""
+    """Settings that the script leaves out and that get the other system's default, with their names there."""
     needless: list[str] = field(default_factory=list)
     """Settings that have the default here, or no meaning."""
     expected: dict[str, Any] = field(default_factory=dict)
-    """Settings that the user writes by hand, with made-up values, since other settings have an effect with them."""
+    """Settings that the user must write by hand, with placeholder values, since other settings depend on them."""
 
     @property
     def is_complete(self) -> bool:
@@ -103,7 +103,7 @@ def converted(source: Original, item: Item, given: Mapping[str, Any]) -> dict[st
 
 
 def _of_trl(item: Item, given: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Convert a setting of TRL, or of the same name here. Return None if there is none."""
+    """Convert a setting of TRL, or of the same name here. Return None for an unknown setting."""
     found = trl_fields.translate(item.key, item.value, given)
     return {item.key: item.value} if found is None and item.key in FULL_NAMES else found
 

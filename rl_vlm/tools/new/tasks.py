@@ -19,13 +19,13 @@ SMOOTHING = 4
 GREY, BLACK, RED, BLUE = (120, 120, 120), (20, 20, 20), (220, 30, 30), (30, 30, 220)
 
 RADIUS = 6.0
-"""Of a dot, in pixels."""
+"""Radius of a dot, in pixels."""
 MOST_DOTS = 6
 SIDES = (0.25, 0.45)
 """Smallest and largest side of an object to find, as shares of the picture's side."""
 
 CELLS = 4
-"""Of a side of the board on which a game is played."""
+"""Cells along a side of the game's board."""
 NUM_ROWS = {"train": 1024, "test": 256}
 NUM_GAMES = {"train": 192, "test": 48}
 """All pairs of different cells."""
@@ -48,7 +48,7 @@ class Task:
     """Returns the columns of the rows to train on, `train`, or of the held-out ones, `test`."""
     num_rows: dict[str, int]
     part: str = "a reward"
-    """A project has this beside rows and settings."""
+    """The part of a project that is neither rows nor settings."""
 
     def rows(self, name: str) -> list[dict[str, Any]]:
         """Return rows, some with a PIL image. `name` begins their ids."""

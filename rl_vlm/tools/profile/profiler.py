@@ -61,7 +61,7 @@ class MemoryProfile(StagePeaks):
         return nullcontext()
 
     def loads_of(self, work: Round) -> Iterator[Load]:
-        """Yield the tokens and patches of a forward, and of each run of the vision tower alone."""
+        """Yield the tokens and patches of a forward, and of each separate run of the vision tower."""
         assert self.policy is not None
         config, batch = self.policy.transformer.config, work.forward.batch
         apart = {each.digest for subgroup in batch.subgroups for each in subgroup.apart}

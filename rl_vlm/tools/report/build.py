@@ -44,7 +44,7 @@ SHORTEST_PAUSE = 60.0
 MOST_TIME = 0.02
 """Largest share of a run's time that its reports take."""
 PATIENCE = 3600
-"""Seconds without a new page after which a page stops to reload: a step that takes longer is rarer than a dead run."""
+"""A page stops reloading after this many seconds without a new page: a longer step is rarer than a dead run."""
 
 
 class LiveReport(Instrument):

@@ -25,9 +25,9 @@ def holds_a_run(folder: Path) -> bool:
 
 
 def runs_in(folder: Path) -> list[Path]:
-    """Return the directories of runs and evaluations in a directory that is none itself, the latest first.
+    """Return the directories of runs and evaluations in a directory, the latest first.
 
-    Return an empty list if it is one itself, or holds none.
+    Return an empty list if the directory holds none, or is itself the directory of one.
     """
     if holds_a_run(folder) or not folder.is_dir():
         return []

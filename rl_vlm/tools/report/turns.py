@@ -95,9 +95,10 @@ class GroupTurns:
         }
 
     def parting(self, index: int) -> dict[str, Any] | None:
-        """Return the first turn after which no other completion has had the same turns, and those that had until then.
+        """Return the first turn that no other completion shares, and the completions that had the same turns until
+        then.
 
-        Return None if another completion has all of its turns, or if none begins as it does.
+        Return None if another completion shares all turns, or if no other has the same start.
         """
         turns = self.turns[index]
         shared = {
@@ -144,7 +145,7 @@ class OfLength:
     num_turns: int
     num_completions: int
     reward: float | None
-    """Mean of those that have a reward."""
+    """Mean reward of the completions that have one."""
 
 
 def reward_by_turns(run: RunResults) -> list[OfLength]:

@@ -32,7 +32,7 @@ MAX_CONNECTIONS = 512
 MAX_BODIES = 256 * 2**20
 """Bytes of the bodies of all requests at once, and of the largest body."""
 READ_SECONDS = 60.0
-"""Seconds in which a client must send the head of its request, and the body, and receive the answer."""
+"""Seconds for a client to send the head of its request, again to send the body, and again to receive the answer."""
 REQUEST_SECONDS = 3600.0
 """Seconds from a request's connection to its answer."""
 DISCARD_SECONDS = 5.0
@@ -100,7 +100,7 @@ class ChatServer(ThreadingHTTPServer):
 
 
 class Incoming(io.RawIOBase):
-    """Bytes that a client sends, until a moment that pauses of the client do not move."""
+    """Bytes from a client, up to a deadline that pauses of the client do not extend."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection

@@ -27,7 +27,7 @@ from rl_vlm.types import Completion, Group, Prompt, RolloutRequest, Sample, Samp
 T = TypeVar("T")
 DATA_URL = re.compile(r"data:image/[^,\s]{1,99};base64,")
 MAX_PIXELS = 2**27
-"""Pixels of the images of all requests at once, and of one request. If `data.max_image_pixels` is more, that counts."""
+"""Pixels of the images of all requests at once, and of one request. A larger `data.max_image_pixels` replaces it."""
 
 
 class ChatService:

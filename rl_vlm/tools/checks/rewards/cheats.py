@@ -83,7 +83,7 @@ def cheat_completions(texts: Texts) -> dict[str, str]:
 
 
 def cheat_score(scores: Mapping[str, Score], cheat: str) -> float | None:
-    """Return the lowest score of a cheat's completions, or None if one of them has no number or there are none."""
+    """Return the lowest score of a cheat's completions. Return None if there are none, or if one has no number."""
     found = [scores[name] for name in (cheat, cheat + AGAIN) if name in scores]
     numbers = [score for score in found if isinstance(score, float)]
     return min(numbers) if numbers and len(numbers) == len(found) else None

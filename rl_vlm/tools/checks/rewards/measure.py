@@ -86,7 +86,7 @@ def measure_functions(
 ) -> list[Measured]:
     """Score made-up completions of up to `num_rows` training rows, evenly spread, with each reward function.
 
-    `builder` is that of the run, which chooses the frames of videos. Without it, they have even distances.
+    `builder` is the run's prompt builder, which chooses the frames of videos. Without it, frames have even distances.
 
     Raises DataError if no row can be read, and RewardError if a function cannot be loaded or lacks a column.
     """
@@ -123,7 +123,8 @@ def read_samples(data: Rows, num_rows: int, builder: PromptBuilder | None = None
 
 
 def without_pixels(sample: Sample) -> Sample:
-    """Return the sample with one pixel for all of a video. Functions get the times of videos, and no pixels of them."""
+    """Return the sample with videos of a single repeated pixel. Functions get the times of videos, but not their
+    pixels."""
     videos = [
         replace(video, frames=np.broadcast_to(np.zeros((1, 1, 1, 1), np.uint8), video.frames.shape))
         for video in sample.videos
@@ -134,7 +135,7 @@ def without_pixels(sample: Sample) -> Sample:
 def measure(reward: Reward, indices: Sequence[int], samples: Sequence[Sample], columns: Sequence[str]) -> Measured:
     """Call a function once for the completions of each row, as training calls it.
 
-    As a wrong answer of a row, take the gold answer of the next row that has a different one.
+    The wrong answer of a row is the gold answer of the next row with a different one.
     """
     known = parameters(reward.function)
     found = Measured(reward.name, reward.weight, needs_gold(reward, columns), len(samples))
