@@ -8,7 +8,6 @@ import json
 import re
 from collections.abc import Sequence
 from importlib.metadata import entry_points
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -75,14 +74,14 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def list_functions() -> str:
     """Return a line for each built-in, and for each entry point of an installed package."""
     import rl_vlm.reward  # noqa: F401  checks that the next import finds our `rewards`
-    from rewards.registry import BUILT_INS, PACKAGES
-    from rl_vlm.reward.function import ENTRY_POINT_GROUP
+    from rewards.registry import BUILT_INS
+    from rl_vlm.reward.function import ENTRY_POINT_GROUP, missing_packages
 
     lines, topic = [], ""
     for name, function in sorted(BUILT_INS.items(), key=lambda item: (item[1].__module__.split(".")[1], item[0])):
         if topic != (topic := function.__module__.split(".")[1]):
             lines.append(f"{topic}:")
-        missing = [package for package in PACKAGES.get(name, ()) if find_spec(package) is None]
+        missing = missing_packages(name)
         note = f" (needs {', '.join(missing)}: pip install -e '.[rewards]')" if missing else ""
         lines.append(f"  {name:22}{first_line(function)}{note}")
     plugins = entry_points(group=ENTRY_POINT_GROUP)

@@ -35,7 +35,7 @@ from rl_vlm.distributed.launcher import check_numbers, is_one_of_several
 from rl_vlm.distributed.signals import handled, stop
 from rl_vlm.errors import ConfigError, DataError, RLVLMError, Stopped, listed, text_of
 from rl_vlm.functions import Function, content_of, label_of, live
-from rl_vlm.log.terminal import shown_log
+from rl_vlm.log.terminal import is_first_process, shown_log
 from rl_vlm.passes.allocator import allocator_configured
 from rl_vlm.tools.export.push import hub_target
 
@@ -190,7 +190,7 @@ class GRPOTrainer:
         given = {"hub_token": token, "hub_revision": revision}
         target = replace(self.hub, **{name: value for name, value in given.items() if value is not None})
         directory = self.save_model()
-        if os.environ.get("RANK", "0") != "0":
+        if not is_first_process():
             return None
         with self._log():
             if unused := listed([*card, *([] if blocking else ["blocking"])]):
@@ -227,7 +227,7 @@ class GRPOTrainer:
         directory = run / "export" if given == run else given
         if self.checkpoint is None:
             raise ConfigError("there is no model to save: call train() first")
-        if os.environ.get("RANK", "0") == "0":
+        if is_first_process():
             from rl_vlm.tools.export.write import export
 
             with self._log():
@@ -418,7 +418,7 @@ def adapter_settings(peft_config: Any) -> dict[str, Any]:
     if peft_config is None:
         return {}
     settings, notes = lora_settings(peft_config)
-    if notes and os.environ.get("RANK", "0") == "0":
+    if notes and is_first_process():
         logger.warning("peft_config: %s", "; ".join(notes))
     return settings
 
@@ -432,7 +432,7 @@ def keep_both(model: Any, config: RunConfig) -> None:
 
     is_frozen = config.model.use_peft and config.model.dtype == "bfloat16"
     refuse_second_copy(model, 2 if is_frozen else 4, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    if os.environ.get("RANK", "0") == "0":
+    if is_first_process():
         directory = Path(config.train.output_dir) / "initial_model"
         logger.warning("the model in memory is written to %s, and the run loads it from there. Your object keeps its "
                        "memory until you delete it", directory)  # fmt: skip

@@ -270,10 +270,14 @@ def image_grid(prompt: Prompt) -> list[Any] | None:
     return [1, *(int(side) if side.denominator == 1 else side for side in sides)]
 
 
+def missing_packages(name: str) -> list[str]:
+    """Return the packages that a built-in needs and that are not installed."""
+    return [package for package in PACKAGES.get(name, ()) if find_spec(package) is None]
+
+
 def require_packages(name: str) -> None:
     """Raise RewardError if a built-in or a TRL function needs a package that is not installed."""
-    missing = [package for package in PACKAGES.get(name, ()) if find_spec(package) is None]
-    if missing:
+    if missing := missing_packages(name):
         raise RewardError(f"reward function {name!r} needs {listed(missing)}: pip install -e '.[rewards]'")
     if name.startswith("trl.") and find_spec("trl") is None:
         raise RewardError(f"reward function {name!r} is one of TRL: pip install -e '.[trl]'")

@@ -12,6 +12,7 @@ from typing import Any
 
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.errors import ConfigError, listed
+from rl_vlm.log.terminal import is_first_process
 from rl_vlm.model.policy import Policy
 from rl_vlm.run.instrument import Instrument, Observed
 from rl_vlm.types import Progress
@@ -38,7 +39,7 @@ def usable_callback(callback: Any) -> Any:
         raise ConfigError(f"the callback is a {type(made).__name__}: give a TrainerCallback of transformers")
     events = [name for name in dir(TrainerCallback) if name.startswith("on_") and name not in CALLED]
     own = [name for name in events if getattr(type(made), name) is not getattr(TrainerCallback, name)]
-    if own and os.environ.get("RANK", "0") == "0":
+    if own and is_first_process():
         logger.warning(
             "%s has %s, which is not called here; the events that are: %s",
             type(made).__name__, listed(own), ", ".join(CALLED),
