@@ -52,14 +52,10 @@ def read_count(text: str) -> int | None:
     numbers = NUMBER.findall(answer)
     if not numbers and NONE.fullmatch(answer):
         return 0
-    if len(numbers) != 1 or _has_other_numerals(answer):
+    foreign = (c for c in answer if not c.isascii())  # such as `½`, `²`, `Ⅶ` and `٧`
+    if len(numbers) != 1 or any(unicodedata.category(c).startswith("N") for c in foreign):
         return None
     if numbers[0].lower() in WORDS:
         return WORDS.index(numbers[0].lower())
     integer = INTEGER.fullmatch(numbers[0])
     return int(integer[1].replace(",", "")) if integer else None
-
-
-def _has_other_numerals(text: str) -> bool:
-    """Return whether a text has numerals other than ASCII digits, such as `½`, `²`, `Ⅶ` and `٧`."""
-    return any(unicodedata.category(character).startswith("N") for character in text if not character.isascii())

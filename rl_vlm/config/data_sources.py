@@ -75,11 +75,6 @@ def with_two_splits(data: DataConfig, which: Which) -> list[dict[str, Any]]:
     ]
 
 
-def has_some_weights(data: DataConfig, which: Which) -> bool:
-    """Return whether some entries have a weight, and others none."""
-    return len({entry.weight is None for entry in data.entries(which)}) > 1
-
-
 def repeated_entry(data: DataConfig, which: Which) -> list[dict[str, Any]]:
     """Return the name of the first entry that occurs several times."""
     same = [(entry.name, entry.dataset_config, entry.split) for entry in data.entries(which)]

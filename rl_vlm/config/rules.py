@@ -22,7 +22,6 @@ from rl_vlm.config.data_sources import (
     all_entries_have,
     has_draws,
     has_other_split,
-    has_some_weights,
     ignored_columns,
     reads_no_config,
     reads_no_split,
@@ -148,7 +147,7 @@ def entry_rules(which: Which) -> tuple[Rule, ...]:
         ),
         Rule(
             key,
-            lambda run: has_some_weights(run.data, which),
+            lambda run: len({entry.weight is None for entry in run.data.entries(which)}) > 1,
             f"`{key}` has entries with and without `weight`; give every entry one, or none",
         ),
         Rule(
