@@ -344,7 +344,7 @@ def test_list_names_every_built_in_with_its_first_line(capsys: pytest.CaptureFix
 
 
 def test_list_names_missing_packages(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("launch.rewards.find_spec", lambda name: None)
+    monkeypatch.setattr("rl_vlm.reward.function.find_spec", lambda name: None)
     cli.main(["rewards", "list"])
     assert "(needs rapidfuzz: pip install -e '.[rewards]')" in capsys.readouterr().out
 
