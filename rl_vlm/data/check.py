@@ -15,7 +15,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from rl_vlm.config.schema import DataConfig
+from rl_vlm.config.schema import DataConfig, DataSource
 from rl_vlm.data.columns import refuse_unread_media
 from rl_vlm.data.prompts import LongPromptError, PromptBuilder, build_prompt
 from rl_vlm.data.sampler import Share
@@ -105,12 +105,13 @@ class UsableRows:
         """
         shares = []
         for part in self.rows.parts:
-            if (weight := part.entry.weight) is None:
+            entry: DataSource = part.entry
+            if entry.weight is None:
                 return []
             first, end = (bisect_left(self.indices, row) for row in (part.start, part.start + len(part.rows)))
             if first == end:
-                raise DataError(f"{part.label}: none of its rows can be used, and it has weight {weight:g}.")
-            shares.append(Share(end - first, weight))
+                raise DataError(f"{part.label}: none of its rows can be used, and it has weight {entry.weight:g}.")
+            shares.append(Share(end - first, entry.weight))
         return shares
 
     def pixels_of(self, row: int) -> int:

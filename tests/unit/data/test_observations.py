@@ -149,8 +149,8 @@ def test_space_before_a_stop_token_is_part_of_no_turn(tmp_path: Path) -> None:
     [
         ("qwen3_vl", [message("system", "Look.")], 0, [], "leaves out the text 'Look.'"),
         ("gemma4_v5", [message("tool", "Look.")], 0, [], "leaves out the text 'Look.'"),
-        ("qwen3_vl", [message("user", "image")], 2, [], "1 image blocks for 2 images in 2 files"),
-        ("qwen3_vl", [message("user", "image", "image")], 1, [], "2 image blocks for 1 images in 1 files"),
+        ("qwen3_vl", [message("user", "image")], 2, [], "blocks ['image'] for ['image', 'image'] in 2 files"),
+        ("qwen3_vl", [message("user", "image", "image")], 1, [], "blocks ['image', 'image'] for ['image'] in 1 files"),
         ("qwen3_vl", [message("tool", "one")], 0, ["crop", "search"], "1 results for 2 calls"),
     ],
 )

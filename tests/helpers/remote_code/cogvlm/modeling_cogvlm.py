@@ -1,5 +1,7 @@
 """Stand-in for CogVLM2's model: experts by token type, positions that an image shares, and caches of tuples."""
 
+from typing import Any
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -141,8 +143,9 @@ class CogVLMPreTrainedModel(PreTrainedModel):
     def _init_weights(self, module):
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=self.config.initializer_range)
-            if getattr(module, "bias", None) is not None:
-                nn.init.zeros_(module.bias)
+            bias: Any = getattr(module, "bias", None)
+            if bias is not None:
+                nn.init.zeros_(bias)
 
 
 class CogVLMModel(CogVLMPreTrainedModel):
@@ -193,7 +196,7 @@ class CogVLMModel(CogVLMPreTrainedModel):
         input_ids=None,
         token_type_ids=None,
         attention_mask=None,
-        position_ids=None,
+        position_ids: Any = None,
         past_key_values=None,
         inputs_embeds=None,
         use_cache=None,
@@ -209,7 +212,7 @@ class CogVLMModel(CogVLMPreTrainedModel):
         allowed = torch.ones(num_new, num, dtype=torch.bool, device=hidden.device).tril(num_past)
         allowed = allowed & attention_mask[:, None, None].bool()
         mask = torch.zeros_like(allowed, dtype=hidden.dtype).masked_fill(~allowed, torch.finfo(hidden.dtype).min)
-        caches = ()
+        caches: Any = ()
         for i, layer in enumerate(self.layers):
             past = None if past_key_values is None else past_key_values[i]
             hidden, present = layer(hidden, token_type_ids, position_ids.view(-1, num_new), mask, past, use_cache)

@@ -47,7 +47,7 @@ def test_the_image_comes_before_the_text(checkpoint: Path) -> None:
         assert types[:8] == [0, 1, 1, 1, 1, 1, 1, 0] and sum(types) == 6 and len(types) == len(prompt.token_ids)
         assert prompt.mm_inputs.keys() == {"pixel_values"}
         assert prompt.mm_inputs["pixel_values"].shape == (1, 3, 16, 16)
-        assert builder.image_inputs([image])["pixel_values"].equal(prompt.mm_inputs["pixel_values"])
+        assert builder.media_inputs([image])["pixel_values"].equal(prompt.mm_inputs["pixel_values"])
 
 
 def test_prompts_without_an_image_have_no_tokens_of_one(checkpoint: Path) -> None:
