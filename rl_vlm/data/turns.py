@@ -94,7 +94,7 @@ class TurnFormat:
                 "rollout.tools, rollout.environment: the checkpoint has no chat template, so turns after the first "
                 "cannot be written. Choose another checkpoint, or add a chat template to it."
             )
-        takes_videos = takes_videos and takes_images and builder.video_format == "native"
+        takes_videos = takes_videos and takes_images and builder.video_processor is not None
         trial = TemplateTrial(builder, stop_token_ids, schemas, takes_images, takes_videos)
         choice = trial.choose(tool_format, observation_role)
         return cls(choice, stop_token_ids, schemas, takes_images, takes_videos)
