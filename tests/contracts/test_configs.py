@@ -51,6 +51,7 @@ def test_a_ready_file_says_what_it_needs_and_that_nobody_has_run_it(path: Path):
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+@pytest.mark.ci
 def test_a_dry_run_prints_what_is_kept(path: Path):
     """After a wanted change: `python -m tests.helpers.dry_runs`, and read the difference."""
     assert dry_run(path) == kept_file(path).read_text()

@@ -35,6 +35,7 @@ def test_the_wheel_holds_every_module_and_the_launch_files(wheel: zipfile.ZipFil
     assert {name for name in wheel.namelist() if ".dist-info/" not in name} == expected
 
 
+@pytest.mark.ci
 def test_an_installed_copy_writes_a_project_that_is_ready_to_run(wheel: zipfile.ZipFile, tmp_path: Path):
     """Without the checkout: nothing of tests/, examples/ or configs/ is there."""
     wheel.extractall(tmp_path / "site")

@@ -6,6 +6,12 @@ from tests.helpers import tiny_run
 from tests.helpers.builders import sharp_checkpoint
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Leave each test of this folder to `make test-ci`, unless it is slow."""
+    if item.get_closest_marker("slow") is None:
+        item.add_marker("ci")
+
+
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The starting model of `tiny_run`."""

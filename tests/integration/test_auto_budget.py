@@ -30,8 +30,6 @@ from tests.helpers.tiny_run import build_checkpoint, make_config, metric_lines, 
 from tests.helpers.videos import noise_video, video_prompt
 from tests.tiny.build import build_tiny
 
-pytestmark = pytest.mark.ci
-
 START_TOKENS = 100
 NUM_STEPS = 8
 SEVEN_B = "Qwen/Qwen2.5-VL-7B-Instruct"

@@ -155,7 +155,6 @@ def test_missing_column_of_held_out_rows(tiny_checkpoint, tmp_path):
         evaluate_run(config)
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_unreadable_image_in_mid_run_leaves_a_checkpoint_to_go_on_from(num_workers, tiny_checkpoint, tmp_path):
     data = write_images(tmp_path / "data")
@@ -197,7 +196,6 @@ def test_image_over_the_cap(tiny_checkpoint, tmp_path):
 # The image of row 3 is resized to 40 x 48: 120 patches, which count as 160 tokens. 30 of its prompt's 49 tokens are it.
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize(
     ("budget", "frozen", "message", "max_pixels"),
     [
@@ -255,7 +253,6 @@ def test_held_out_data_whose_images_the_model_would_not_see_is_refused(tiny_chec
     assert not (tmp_path / "run" / "config.yaml").exists()
 
 
-@pytest.mark.ci
 def test_columns_of_another_name_and_text_alone_train_if_asked_for(tiny_checkpoint, tmp_path):
     images = make_config(
         tiny_checkpoint, tmp_path / "images", dataset_name=IMAGES_ELSEWHERE, columns={"image": "photo"}, max_steps=1
@@ -270,7 +267,6 @@ def test_columns_of_another_name_and_text_alone_train_if_asked_for(tiny_checkpoi
     assert has_patches == [True, False]
 
 
-@pytest.mark.ci
 def test_rows_that_cannot_be_used_are_dropped_if_asked_for_and_listed(tiny_checkpoint, tmp_path, caplog):
     data = write_images(tmp_path / "data")
     (tmp_path / "data" / "7.png").write_bytes(b"no image")
@@ -320,7 +316,6 @@ def test_long_prompt_is_dropped_and_listed_and_the_rest_trains(tiny_checkpoint, 
     assert {row["sample_id"] for row in trained} == {f"row-{i}" for i in range(12)} - {"row-3"}
 
 
-@pytest.mark.ci
 def test_long_held_out_prompt_is_dropped_and_listed_too(tiny_checkpoint, tmp_path):
     config = make_config(
         tiny_checkpoint, tmp_path / "run", eval_dataset_name=reward("long_prompt_rows"), max_prompt_length=60,
@@ -364,7 +359,6 @@ def test_a_run_without_a_reward_stops_with_the_fault(function, kind, tiny_checkp
     assert store.complete(tmp_path / "run") == []  # there is nothing to save before the first step
 
 
-@pytest.mark.ci
 def test_a_run_that_a_fault_stopped_resumes_once_it_is_mended(tiny_checkpoint, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("broken").touch()
@@ -383,7 +377,6 @@ def test_a_run_that_a_fault_stopped_resumes_once_it_is_mended(tiny_checkpoint, t
     assert completions(tmp_path / "run") == completions(tmp_path / "straight")
 
 
-@pytest.mark.ci
 def test_a_function_for_messages_scores_rows_of_text_in_training_and_evaluation(tiny_checkpoint, tmp_path):
     config = make_config(
         tiny_checkpoint, tmp_path / "run", reward_funcs=[reward("reads_messages")], max_steps=1,
@@ -407,7 +400,6 @@ def test_an_evaluation_without_a_reward_writes_its_files_and_is_an_error(tiny_ch
         train(make_config(tiny_checkpoint, tmp_path / "run", **settings))
 
 
-@pytest.mark.ci
 def test_every_name_that_a_run_writes_is_reserved(tiny_checkpoint, tmp_path):
     config = make_config(
         tiny_checkpoint, tmp_path / "run", reward_funcs=[reward("logs"), reward("gives_nan")], max_steps=2, beta=0.1,
@@ -423,7 +415,6 @@ def test_every_name_that_a_run_writes_is_reserved(tiny_checkpoint, tmp_path):
     assert {name for name in rows[0] if not is_column(name)} == {"parsed", "logs", "gives_nan"}
 
 
-@pytest.mark.ci
 def test_reward_that_hangs_is_killed_and_the_prompts_before_keep_their_rewards(tiny_checkpoint, tmp_path):
     """The second call of a window would take longer than any test."""
     hanging = {"function": reward("hangs"), "timeout": 10.0, "completions": "text"}
@@ -444,7 +435,6 @@ def broken_losses(steps: set[int]) -> AbstractContextManager[None]:
     return changed_losses(broken)
 
 
-@pytest.mark.ci
 def test_nonfinite_loss_skips_the_step_and_leaves_the_weights(tiny_checkpoint, tmp_path):
     with broken_losses(steps={2}):
         train(make_config(tiny_checkpoint, tmp_path / "run", max_steps=3))
@@ -457,7 +447,6 @@ def test_nonfinite_loss_skips_the_step_and_leaves_the_weights(tiny_checkpoint, t
     assert batch.group.prompt.sample.sample_id.startswith("row-")
 
 
-@pytest.mark.ci
 def test_three_nonfinite_losses_in_a_row_stop_the_run_with_status_2(tiny_checkpoint, tmp_path, capsys):
     config = make_config(tiny_checkpoint, tmp_path / "run", max_steps=9, save_steps=0)
     (tmp_path / "run.yaml").write_text(to_yaml(config))
@@ -516,7 +505,6 @@ def test_weights_file_that_cannot_grow(tiny_checkpoint, tmp_path, monkeypatch):
     assert store.find("auto", tmp_path / "run") == tmp_path / "run" / "checkpoint-1"
 
 
-@pytest.mark.ci
 def test_a_resumed_run_keeps_the_forms_of_its_rewards(tiny_checkpoint, tmp_path, monkeypatch):
     settings = {"reward_funcs": [reward("reads_messages"), tiny_run.TOKEN_SUM]}
     train(make_config(tiny_checkpoint, tmp_path / "run", max_steps=1, **settings))

@@ -27,7 +27,6 @@ def changed(checkpoint: str | Path, output_dir: Path, **settings: Any) -> RunCon
     return make_config(checkpoint, output_dir, max_steps=4, resume_from_checkpoint="auto", **settings)
 
 
-@pytest.mark.ci
 def test_optimizer_settings_apply_from_the_resumed_step_on(tiny_checkpoint, tmp_path, caplog):
     train(make_config(tiny_checkpoint, tmp_path, max_steps=2, learning_rate=1e-3))
     settings = {"learning_rate": 4e-3, "weight_decay": 0.1, "adam_beta1": 0.8, "adam_beta2": 0.9, "adam_epsilon": 1e-6}
@@ -43,7 +42,6 @@ def test_optimizer_settings_apply_from_the_resumed_step_on(tiny_checkpoint, tmp_
     assert "train.learning_rate 0.001 -> 0.004" in caplog.text and "train.max_steps 2 -> 4" in caplog.text
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize(
     ("began", "change"),
     [
@@ -73,7 +71,6 @@ def test_settings_that_cannot_change_are_named(began, change, tiny_checkpoint, t
 OWN_LOSS = "def loss(ratio_NK, inputs, algorithm):\n    return -ratio_NK * inputs.advantages_NK, {}\n"
 
 
-@pytest.mark.ci
 def test_another_source_of_the_loss_applies_from_the_resumed_step_on(tiny_checkpoint, tmp_path, caplog):
     """Also within a window: completions do not depend on the loss."""
     path, run = tmp_path / "my.py", tmp_path / "run"
@@ -89,7 +86,6 @@ def test_another_source_of_the_loss_applies_from_the_resumed_step_on(tiny_checkp
     assert [line["step"] for line in metric_lines(run)] == [1, 2, 3]
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize(
     "change", [{"beta": 0.1}, {"reward_funcs": [tiny_run.CONSTANT]}, {"temperature": 0.5, "num_generations": 2}]
 )
@@ -101,7 +97,6 @@ def test_settings_of_windows_can_change_between_windows(change, tiny_checkpoint,
     assert ("kl" in lines[-1]) == ("beta" in change)
 
 
-@pytest.mark.ci
 def test_another_base_model_is_refused(tiny_checkpoint, tmp_path):
     shutil.copytree(tiny_checkpoint, tmp_path / "first")
     train(make_config(tmp_path / "first", tmp_path / "run", max_steps=1, beta=0.1))
@@ -119,7 +114,6 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
-@pytest.mark.ci
 def test_other_rows_are_refused_and_the_same_rows_elsewhere_are_not(tiny_checkpoint, tmp_path):
     data = write_rows(tmp_path / "rows.jsonl", tiny_run.rows())
     train(make_config(tiny_checkpoint, tmp_path / "run", max_steps=1, dataset_name=str(data)))
@@ -152,7 +146,6 @@ def test_a_fingerprint_sees_a_weight_that_differs(tiny_checkpoint, tmp_path):
     assert model_fingerprint(str(copy), model) != model_fingerprint(str(tiny_checkpoint), model)
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize("damage", ["{not json", '{"no": "step"}', "[1]", "\\xff\\xfe"])
 def test_a_damaged_line_of_metrics_is_left_out(damage, tiny_checkpoint, tmp_path, caplog):
     train(make_config(tiny_checkpoint, tmp_path, max_steps=2))
@@ -164,7 +157,6 @@ def test_a_damaged_line_of_metrics_is_left_out(damage, tiny_checkpoint, tmp_path
     assert "metrics.jsonl, line 2 is damaged" in caplog.text
 
 
-@pytest.mark.ci
 def test_a_copy_under_another_name_can_be_resumed(tiny_checkpoint, tmp_path):
     train(make_config(tiny_checkpoint, tmp_path, max_steps=2))
     good = shutil.copytree(tmp_path / "checkpoint-1", tmp_path / "checkpoint-1-good")

@@ -276,7 +276,6 @@ def test_requests_of_lmms_eval(server):
         assert answer["usage"]["prompt_tokens"] > 16 and 1 <= answer["usage"]["completion_tokens"] <= 16
 
 
-@pytest.mark.ci
 def test_requests_of_vlmevalkit(server):
     """What `generate_inner` reads: the status, and the text of an object or of a stream."""
     recorded = json.loads((CLIENTS / "vlmevalkit.json").read_text())
@@ -310,7 +309,6 @@ def test_the_client_of_openai(server):
         openai.OpenAI(base_url=server.url, api_key="wrong", max_retries=0).models.list()
 
 
-@pytest.mark.ci
 @pytest.mark.skipif(find_spec("vllm") is None, reason="needs vllm")
 def test_vllm_answers_alike(server, run):
     vllm = RecordingServer(run, "vllm_max_model_length=256", engine="vllm")

@@ -62,7 +62,6 @@ def children(pid: int) -> list[int]:
     return found
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_ends_it_after_an_answer_to_every_request(number, status, run):
     with started(str(run), "--served-model-name", "tiny") as (process, printed, url):

@@ -76,7 +76,6 @@ def metrics_of(found: StepMetrics) -> dict[str, Any]:
     return {name: value for name, value in found.means.items() if not name.startswith("balance/")}
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize("sharing", ["shared", "dense"])
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize(

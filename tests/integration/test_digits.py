@@ -16,8 +16,6 @@ from launch import cli
 from rl_vlm.tiny.build import build_tiny
 from rl_vlm.tiny.hybrid import HYBRID
 
-pytestmark = pytest.mark.ci
-
 ACCURACY = "rewards/exact_match/mean"
 
 

@@ -59,7 +59,6 @@ def found(diagnosis: Diagnosis) -> list[tuple[str, str]]:
     return [(finding.severity, finding.kind) for finding in diagnosis.findings]
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize("num_rows, num_each", [(200, 2), pytest.param(10_000, 20, marks=pytest.mark.slow)])
 def test_planted_faults_and_nothing_else(num_rows: int, num_each: int, tiny_checkpoint: Path, tmp_path: Path):
     planted = write_planted(tmp_path, num_rows, num_each)
@@ -70,7 +69,6 @@ def test_planted_faults_and_nothing_else(num_rows: int, num_each: int, tiny_chec
     assert diagnosis.status == 2
 
 
-@pytest.mark.ci
 def test_without_decoding_only_equal_files_are_duplicates(tiny_checkpoint: Path, tmp_path: Path):
     planted = write_planted(tmp_path, 200, 2)
     diagnosis = examine(planted_config(tmp_path, tiny_checkpoint), with_model=False)
@@ -79,7 +77,6 @@ def test_without_decoding_only_equal_files_are_duplicates(tiny_checkpoint: Path,
     assert [json.loads(lines[row])["image"][-4:] for row in missed] == [".bmp"]
 
 
-@pytest.mark.ci
 def test_rows_to_drop_are_warnings(tiny_checkpoint: Path, tmp_path: Path):
     write_planted(tmp_path, 200, 2)
     diagnosis = examine(planted_config(tmp_path, tiny_checkpoint, on_bad_row="drop"), with_model=False)
@@ -93,7 +90,6 @@ def config_of_run(checkpoint: Path, output_dir: Path, **settings: Any) -> RunCon
     )
 
 
-@pytest.mark.ci
 def test_a_sound_run_is_clean_and_leaves_nothing(tiny_checkpoint: Path, tmp_path: Path):
     diagnosis = examine(config_of_run(tiny_checkpoint, tmp_path / "run"))
     assert (diagnosis.findings, diagnosis.status) == ([], 0)
@@ -120,14 +116,12 @@ def blinded(checkpoint: Path, directory: Path) -> Path:
     return directory
 
 
-@pytest.mark.ci
 def test_a_model_that_ignores_pixels_is_found(tiny_checkpoint: Path, tmp_path: Path):
     diagnosis = examine(config_of_run(blinded(tiny_checkpoint, tmp_path / "blind"), tmp_path / "run"))
     assert found(diagnosis) == [("error", "pixels that do not reach the model")] * 4
     assert [finding.row for finding in diagnosis.findings] == [0, 1, 2, 3]
 
 
-@pytest.mark.ci
 def test_a_mixture_with_equal_ids_and_unlike_columns(tiny_checkpoint: Path, tmp_path: Path):
     """The two steps have rows of each source, ids that differ and every column, as the run does."""
     Image.new("RGB", (32, 32)).save(tmp_path / "0.png")
@@ -152,7 +146,6 @@ def test_a_run_that_cannot_take_a_step_is_found(tiny_checkpoint: Path, tmp_path:
     assert "because reward functions failed: broken/exception 5" in finding.what
 
 
-@pytest.mark.ci
 def test_a_slower_way_is_a_warning_with_both_numbers(tmp_path: Path, monkeypatch):
     checkpoint = sharp_checkpoint("qwen2_5_vl", tmp_path / "model")
     use_flex_attention(monkeypatch, mask_off_by_a_block)
@@ -178,7 +171,6 @@ def test_a_model_too_large_for_the_machine_is_not_loaded(tiny_checkpoint: Path, 
     assert note.startswith("pixels, token budget and two steps: the model is too large for this machine")
 
 
-@pytest.mark.ci
 def test_the_size_of_a_checkpoint_is_that_of_its_files(tiny_checkpoint: Path, tmp_path: Path):
     config = config_of_run(tiny_checkpoint, tmp_path / "run", max_steps=1, reward_funcs=[tiny_run.TOKEN_SUM])
     train(config)
@@ -187,7 +179,6 @@ def test_the_size_of_a_checkpoint_is_that_of_its_files(tiny_checkpoint: Path, tm
     assert checkpoint_bytes(config, count_weights(config, str(tiny_checkpoint))) == pytest.approx(size, rel=0.02)
 
 
-@pytest.mark.ci
 def test_a_full_disk(tiny_checkpoint: Path, tmp_path: Path, monkeypatch):
     config = config_of_run(tiny_checkpoint, tmp_path / "run", max_steps=4, save_steps=1)
     one = checkpoint_bytes(config, count_weights(config, str(tiny_checkpoint)))
@@ -215,7 +206,6 @@ def test_the_command(tiny_checkpoint: Path, tmp_path: Path, capsys):
     assert content["findings"][0].keys() == {"severity", "kind", "what", "remedy", "data", "row"}
 
 
-@pytest.mark.ci
 def test_the_quickstart_is_clean(capsys):
     assert cli.main(["doctor", "configs/digits.yaml"]) == 0
     assert capsys.readouterr().out.endswith("\nnothing found\n")

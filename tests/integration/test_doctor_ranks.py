@@ -53,7 +53,6 @@ def examine(*folders: Path) -> tuple[list[int], dict]:
     return [process.returncode for process in processes], json.loads(found.read_text())
 
 
-@pytest.mark.ci
 def test_machines_that_are_the_same_have_no_finding(tiny_checkpoint, tmp_path):
     write_machine(tmp_path / "a", tiny_checkpoint)
     statuses, found = examine(tmp_path / "a", tmp_path / "a")
@@ -68,7 +67,6 @@ def test_machines_that_are_the_same_have_no_finding(tiny_checkpoint, tmp_path):
     assert not list((tmp_path / "a").glob(".rl-vlm-doctor*"))
 
 
-@pytest.mark.ci
 def test_an_error_that_would_end_the_run_on_all_ranks_is_named(tiny_checkpoint, tmp_path):
     write_machine(tmp_path / "a", tiny_checkpoint)
     config = tmp_path / "a" / "run.yaml"
@@ -80,7 +78,6 @@ def test_an_error_that_would_end_the_run_on_all_ranks_is_named(tiny_checkpoint, 
     assert not list((tmp_path / "a").glob(".rl-vlm-doctor*"))
 
 
-@pytest.mark.ci
 def test_everything_in_which_a_machine_differs_is_named(tiny_checkpoint, tmp_path):
     for name in "ab":
         write_machine(tmp_path / name, tiny_checkpoint)

@@ -87,7 +87,6 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkpoint
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize("settings", [{}, {"freeze_vision_tower": True}, {"gradient_checkpointing": True}])
 def test_nothing_is_clipped_while_the_weights_stay_the_same(settings: dict[str, Any], qwen: Path, tmp_path: Path):
     train(make_config(qwen, tmp_path, learning_rate=0.0, num_iterations=2, max_steps=2, epsilon=0.02, **settings))

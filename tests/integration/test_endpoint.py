@@ -58,7 +58,6 @@ def rows(output_dir: Path) -> list[dict[str, Any]]:
     return pyarrow.parquet.read_table(output_dir / "evaluation" / "completions.parquet").to_pylist()
 
 
-@pytest.mark.ci
 def test_greedy_scores_are_those_of_the_model_itself(server, tiny_checkpoint, tmp_path):
     settings = {"system_prompt": "Be brief.", "eval_dataset_name": tiny_run.HELD_OUT_ROWS}
     served = evaluate_run(endpoint_config(server, tmp_path / "served", **settings))

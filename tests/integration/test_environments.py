@@ -112,7 +112,6 @@ def test_edited_contexts_are_trained_as_they_were_sampled(family: str, shared: b
         assert (row[:number] - stock).abs().max() <= 2e-5
 
 
-@pytest.mark.ci
 def test_runs_with_edited_contexts_are_equal_however_completions_are_cut(checkpoint: Path, tmp_path: Path) -> None:
     """Also GSPO's second update, which needs the log-probs of all contexts."""
     settings = OF_STEPS | {
@@ -132,7 +131,6 @@ def test_runs_with_edited_contexts_are_equal_however_completions_are_cut(checkpo
     assert second > 1.5 * first > 10
 
 
-@pytest.mark.ci
 def test_steps_are_trained_as_they_were_sampled(checkpoint: Path, tmp_path: Path) -> None:
     """The log-probs of a shared row are those of sampling, and the reward is the sum of the rewards of steps."""
     settings = OF_STEPS | {"steps_per_generation": 2, "gradient_accumulation_steps": 1, "max_steps": 3}
@@ -154,7 +152,6 @@ def test_steps_are_trained_as_they_were_sampled(checkpoint: Path, tmp_path: Path
     assert {row["num_turns"] for row in rows} == {1, 2, 3, 4}
 
 
-@pytest.mark.ci
 def test_an_environment_makes_its_own_tasks(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows have no content: `reset` gives the task from its seed. A killed run goes on with the same tasks."""
     settings = OF_STEPS | {"dataset_name": "draws:100", "eval_dataset_name": "draws:5", "eval_steps": 2, "max_steps": 3}
@@ -171,7 +168,6 @@ def test_an_environment_makes_its_own_tasks(checkpoint: Path, tmp_path: Path, mo
     assert held_out and all(len(rows) == 5 for rows in held_out.values())
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize("credit", ["return", "gigpo"])
 def test_turns_have_the_advantages_of_their_steps(checkpoint: Path, credit: str, tmp_path: Path) -> None:
     """All steps count alike with `return`; `gigpo` adds them among equal greys to the completion's own advantage."""
@@ -221,7 +217,6 @@ def test_a_killed_run_goes_on_within_a_window_of_trajectories(
     assert {"stop"} < {row["finish_reason"] for row in rows}
 
 
-@pytest.mark.ci
 def test_failures_are_masked_told_or_left_out_and_never_a_reward(checkpoint: Path, tmp_path: Path) -> None:
     settings = {"environment": FAULTY, "tool_timeout": 0.3, "max_steps": 2, "num_generations": 8, "prompts_per_step": 4}
     config = config_of(checkpoint, tmp_path / "run", **settings)
@@ -237,7 +232,6 @@ def test_failures_are_masked_told_or_left_out_and_never_a_reward(checkpoint: Pat
         train(config_of(checkpoint, tmp_path / "strict", **settings, max_fault_fraction=0.01))
 
 
-@pytest.mark.ci
 def test_what_no_engine_sampled_is_not_compared_with_rollouts(
     checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -263,7 +257,6 @@ def test_a_run_refuses_rows_and_too_few_environments_at_once(checkpoint: Path, t
             refuse(config)
 
 
-@pytest.mark.ci
 def test_an_evaluation_runs_the_environment(checkpoint: Path, tmp_path: Path) -> None:
     settings = {"num_generations_eval": 4, "eval_temperature": 1.0, "eval_dataset_name": tiny_run.HELD_OUT_ROWS}
     config = config_of(checkpoint, tmp_path / "run", **settings)

@@ -101,7 +101,6 @@ def calls(policy: Policy, batch: MicroBatch) -> tuple[list[tuple[str, bool]], li
     return called, sorted(take_gradients(policy))
 
 
-@pytest.mark.ci
 def test_all_micro_batches_call_the_same_modules(
     family: str, policy: Policy, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -56,7 +56,6 @@ def evaluation_rows(output_dir: Path) -> list[dict[str, Any]]:
     return pyarrow.parquet.read_table(output_dir / "evaluation" / "completions.parquet").to_pylist()
 
 
-@pytest.mark.ci
 def test_the_model_is_proven(tiny_checkpoint, tmp_path, monkeypatch):
     given = {"eval_dataset_name": tiny_run.HELD_OUT_ROWS, **SAMPLED}
     evaluate_run(make_config(tiny_checkpoint, tmp_path / "right", **given))
@@ -132,7 +131,6 @@ def test_the_bars_of_libraries_are_hidden(tiny_checkpoint, tmp_path, capsys):
     ]  # fmt: skip
 
 
-@pytest.mark.ci
 def test_two_processes_count_every_sample_once(tiny_checkpoint, tmp_path):
     """Five samples do not split evenly: padding one rank's share would count one twice."""
     settings = {"eval_dataset_name": tiny_run.HELD_OUT_ROWS, **ONE_PROMPT_AT_ONCE}
@@ -144,7 +142,6 @@ def test_two_processes_count_every_sample_once(tiny_checkpoint, tmp_path):
     assert evaluation_rows(tmp_path / "two") == evaluation_rows(tmp_path / "one")
 
 
-@pytest.mark.ci
 def test_two_processes_leave_out_the_same_rows(tiny_checkpoint, tmp_path):
     """Each checks half of the rows; the last of twelve cannot be used, nor the fourth."""
     settings = {"eval_dataset_name": f"{__name__}:rows_with_faults", "on_bad_row": "drop", **ONE_PROMPT_AT_ONCE}
@@ -184,7 +181,6 @@ def stop_after(num_chunks: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return sampled
 
 
-@pytest.mark.ci
 def test_an_evaluation_that_was_cut_short_repeats_no_prompt(tiny_checkpoint, tmp_path, monkeypatch):
     settings = {"eval_dataset_name": tiny_run.HELD_OUT_ROWS, **ONE_PROMPT_AT_ONCE}
     straight = make_config(tiny_checkpoint, tmp_path / "straight", **settings)
@@ -259,7 +255,6 @@ def test_a_reward_that_fails_on_a_row_leaves_the_rest(tiny_checkpoint, tmp_path,
     assert [row["row"] for row in rows if row["token_sum"] is None] == []
 
 
-@pytest.mark.ci
 def test_figures_by_a_column_and_rows_to_train_on(tiny_checkpoint, tmp_path, capsys):
     reward = f"{__name__}:has_low_bytes"
     settings = {"eval_dataset_name": tiny_run.ROWS, "reward_funcs": [reward], **SAMPLED}
@@ -284,7 +279,6 @@ def test_figures_by_a_column_and_rows_to_train_on(tiny_checkpoint, tmp_path, cap
     assert train(make_config(tiny_checkpoint, tmp_path / "run", **dataset))["optimizer_steps"] == 1
 
 
-@pytest.mark.ci
 def test_several_checkpoints_are_compared(tiny_checkpoint, tmp_path, capsys):
     config = make_config(tiny_checkpoint, tmp_path / "run", eval_dataset_name=tiny_run.HELD_OUT_ROWS, max_steps=2)
     train(config)

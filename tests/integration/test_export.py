@@ -26,7 +26,6 @@ from tests.helpers.tiers import in_tiers
 from tests.helpers.tiny_run import make_config
 from tests.helpers.vllm_parity import Side, generator_logprobs, sampling
 
-pytestmark = pytest.mark.ci
 LORA: dict[str, Any] = {"use_peft": True, "lora_r": 4}
 TOLERANCE = 2e-5
 

@@ -47,7 +47,6 @@ def fail_in(patch: pytest.MonkeyPatch, owner: Any, method: str, call: int) -> No
     patch.setattr(owner, method, failing)
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize(
     ("owner", "method", "variant"),
     [
@@ -72,7 +71,6 @@ def test_an_error_in_a_step_saves_the_step_before(owner, method, variant, tiny_c
     assert_same_run(tmp_path / "failed", tmp_path / "straight")
 
 
-@pytest.mark.ci
 def test_an_error_in_an_evaluation_is_followed_by_the_evaluation(tiny_checkpoint, tmp_path, monkeypatch):
     settings = {"eval_dataset_name": tiny_run.HELD_OUT_ROWS, "eval_steps": 2, "eval_on_start": False}
     train(config_of("full", tiny_checkpoint, tmp_path / "straight", **settings))
@@ -116,7 +114,6 @@ def rising_fault(completion_ids: list[list[int]], trainer_state: Any, **_: Any) 
     return [sum(ids) % 97 / 97 for ids in completion_ids]
 
 
-@pytest.mark.ci
 def test_an_error_of_all_ranks_saves_the_step_before(tiny_checkpoint, tmp_path):
     settings = {"reward_funcs": [f"{__name__}:rising_fault"], "save_steps": 0}
     (tmp_path / "run.yaml").write_text(to_yaml(make_config(tiny_checkpoint, tmp_path / "run", **settings)))
@@ -126,7 +123,6 @@ def test_an_error_of_all_ranks_saves_the_step_before(tiny_checkpoint, tmp_path):
     assert [path.name for path in store.complete(tmp_path / "run")] == ["checkpoint-2"]
 
 
-@pytest.mark.ci
 def test_a_batch_that_cannot_be_written_changes_nothing(tiny_checkpoint, tmp_path, monkeypatch, caplog):
     gradients = Passes.gradients
 
@@ -223,7 +219,6 @@ def test_a_file_in_place_of_a_directory_is_refused_before_anything_is_deleted(
     assert kept.exists()
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize("become_of", [lambda run: run.rename(run.with_name("renamed")), shutil.rmtree])
 def test_a_run_whose_directory_is_renamed_or_removed_stops(become_of, tiny_checkpoint, tmp_path, monkeypatch):
     run, score = tmp_path / "run", Collector.score
@@ -254,7 +249,6 @@ def wait_for(condition: Callable[[], bool], seconds: float = 120.0) -> None:
         time.sleep(0.2)
 
 
-@pytest.mark.ci
 def test_a_rank_ends_with_its_launcher(tiny_checkpoint, tmp_path):
     config = make_config(tiny_checkpoint, tmp_path / "run", max_steps=100_000, save_steps=0)
     (tmp_path / "run.yaml").write_text(to_yaml(config))
@@ -270,14 +264,12 @@ def test_a_rank_ends_with_its_launcher(tiny_checkpoint, tmp_path):
     Run(make_config(tiny_checkpoint, tmp_path / "run", overwrite_output_dir=True)).close()  # the lock is free
 
 
-@pytest.mark.ci
 def test_processes_that_end_right_after_a_collective_do_not_abort():
     command = [sys.executable, "-m", "tests.integration.leave_at_once", "10"]
     result = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
     assert (result.returncode, result.stderr) == (0, "")
 
 
-@pytest.mark.ci
 def test_a_signal_before_two_processes_are_joined_ends_both_and_is_named():
     """Without a launcher that would end the other."""
     command = [sys.executable, "-m", "tests.integration.leave_at_once", "1", "signalled"]
@@ -298,7 +290,6 @@ cli.end_process_after(lambda: cli.run("train", sys.argv[1:]))
 """
 
 
-@pytest.mark.ci
 def test_a_process_that_starts_late_refuses_as_well(tmp_path):
     """The launcher ends the others when the first one has ended, and the first of a machine prints the message."""
     (tmp_path / "late.py").write_text(LATE)

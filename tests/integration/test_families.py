@@ -92,7 +92,6 @@ def test_training_passes_are_those_of_the_models_own_forward(family: str, checkp
             assert exact.worst <= 1e-9
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_shared_equals_dense_for_each_way_to_train(family: str, checkpoint: Path, variant: str) -> None:
     policy = make_policy(checkpoint, **VARIANTS[variant])

@@ -82,7 +82,6 @@ def test_its_gradients_are_those_of_dense_rows(
     print(f"{family}: {num_graphs()} graphs")
 
 
-@pytest.mark.ci
 def test_a_rule_with_tensors_of_another_row_would_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = sharp_checkpoint("qwen2_5_vl", tmp_path)
     policy, rows = make_policy(checkpoint), rows_of("qwen2_5_vl", checkpoint)
@@ -95,7 +94,6 @@ def test_a_rule_with_tensors_of_another_row_would_show(tmp_path: Path, monkeypat
     assert others.logprobs > 0.01
 
 
-@pytest.mark.ci
 def test_the_limit_of_pytorch_would_end_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = sharp_checkpoint("gemma3", tmp_path)
     policy = make_policy(checkpoint, **ADAPTERS, lora_target_modules=["q_proj", "v_proj"])

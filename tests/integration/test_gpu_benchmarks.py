@@ -122,7 +122,6 @@ def test_parts_run_after_those_that_die_or_hang(
     assert capsys.readouterr().out.count("| one |") == 2
 
 
-@pytest.mark.ci
 def test_a_part_in_its_own_process(tmp_path: Path) -> None:
     gpu.main(["attention", "--device", "cpu", "--small", "--seconds", "0", "--json", str(tmp_path)])
     result = json.loads((tmp_path / "attention.json").read_text())

@@ -9,8 +9,6 @@ import pytest
 from examples.grounding.scenes import held_out_rows
 from launch import cli
 
-pytestmark = pytest.mark.ci
-
 IOU = "rewards/iou/mean"
 SHUFFLED = "eval_dataset_name=tests.integration.test_grounding_example:"
 

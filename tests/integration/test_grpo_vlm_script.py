@@ -8,13 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import yaml
 
 from tests.helpers.hub_server import hub_server
 from tests.helpers.tiny_run import metric_lines
-
-pytestmark = pytest.mark.ci
 
 SCRIPT = """
 import torch

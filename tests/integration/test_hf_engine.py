@@ -116,7 +116,6 @@ def recorded(module: torch.nn.Module) -> Iterator[list[dict[str, Any]]]:
         hook.remove()
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize("family", sorted(QWEN))
 def test_greedy_is_that_of_transformers_in_a_mixed_batch(family, tmp_path):
     model, prompts, tokenizer = load(tmp_path, family)
@@ -157,7 +156,6 @@ def test_generator_logprobs_are_those_of_the_policy(tiny, model, prompts, dtype,
     assert (generated - scores.logprobs_NT).abs().max() < tolerance
 
 
-@pytest.mark.ci
 def test_completions_do_not_depend_on_what_else_is_sampled(tiny, model, prompts, monkeypatch):
     sampling = make_sampling(num_generations=4, max_completion_length=12, temperature=1.3)
     requests = make_requests(prompts)

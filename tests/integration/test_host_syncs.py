@@ -9,8 +9,6 @@ import pytest
 
 from tests.tiny.build import build_tiny
 
-pytestmark = pytest.mark.ci
-
 ONCE_PER_STEP = {
     "trainer.py:update: _local_scalar_dense": "the loss, of which ranks agree on whether it is finite",
     "distributed/gradients.py:clip_gradients: _local_scalar_dense": "the norm of the gradients, for the same reason",

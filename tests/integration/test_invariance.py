@@ -178,7 +178,6 @@ def assert_two_processes_train_as_one(checkpoint: Path, tmp_path: Path, **settin
     return [line for _, line in lines]
 
 
-@pytest.mark.ci
 def test_two_processes_train_as_one(checkpoint: Path, tmp_path: Path) -> None:
     """Windows of two optimizer steps and two iterations; in step 6 one group has variance, of which there are four."""
     lines = assert_two_processes_train_as_one(
@@ -188,7 +187,6 @@ def test_two_processes_train_as_one(checkpoint: Path, tmp_path: Path) -> None:
     assert "compute/dense_forwards" not in lines[5]  # the other process runs nothing, not even dummies
 
 
-@pytest.mark.ci
 def test_long_rows_of_one_process_are_trained_on_by_both(checkpoint: Path, tmp_path: Path) -> None:
     settings = {"dataset_name": mixed_run.LONG_FIRST, "prefix_sharing": "shared", "freeze_vision_tower": True}
     lines = assert_two_processes_train_as_one(
@@ -240,7 +238,6 @@ def test_two_processes_train_as_one_in_other_settings(
     assert_two_processes_train_as_one(checkpoint, tmp_path, max_steps=4, micro_batch_tokens=100, **settings)
 
 
-@pytest.mark.ci
 def test_a_launcher_that_starts_one_process_of_two_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(to_yaml(make_config(checkpoint, tmp_path / "run")))

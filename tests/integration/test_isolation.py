@@ -61,7 +61,6 @@ def builder(tmp_path_factory: pytest.TempPathFactory) -> PromptBuilder:
     return builder_of("qwen2_5_vl", tmp_path_factory.mktemp("tiny"))
 
 
-@pytest.mark.ci
 def test_a_run_is_the_one_with_threads(checkpoint: Path, tmp_path: Path) -> None:
     settings = {**TURNS, "max_steps": 1, "num_generations": 4, "prompts_per_step": 1}
     for isolation in ("thread", "process"):
@@ -74,7 +73,6 @@ def reads_environments(environments: list[Any], **columns: Any) -> list[float]:
     return [0.0 for _ in environments]
 
 
-@pytest.mark.ci
 def test_reward_functions_cannot_have_the_instances(checkpoint: Path, tmp_path: Path) -> None:
     settings = {**TURNS, "max_environments": None, "reward_funcs": [f"{__name__}:reads_environments"]}
     with pytest.raises(ConfigError, match="environment_isolation is process, and a reward function names"):
@@ -109,9 +107,7 @@ class Watched:
             self.peak_here = max(self.peak_here, main.memory_info().rss)
 
 
-@pytest.mark.parametrize(
-    "num_faults", [pytest.param(15, marks=pytest.mark.ci), pytest.param(200, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("num_faults", [15, pytest.param(200, marks=pytest.mark.slow)])
 def test_random_faults_lose_no_other_completion(builder: PromptBuilder, num_faults: int, tmp_path: Path) -> None:
     """Half of the completions have a fault, after as many good turns as chance decides."""
     draw = random.Random(num_faults)
@@ -152,7 +148,7 @@ def test_random_faults_lose_no_other_completion(builder: PromptBuilder, num_faul
     assert watched.peak < NUM_INSTANCES * 1.5 * MEMORY * MIB
 
 
-@pytest.mark.parametrize("num_steps", [pytest.param(1, marks=pytest.mark.ci), pytest.param(10, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_steps", [1, pytest.param(10, marks=pytest.mark.slow)])
 def test_a_run_goes_on_after_faults(checkpoint: Path, num_steps: int, tmp_path: Path) -> None:
     """An eighth of the turns have a random fault, so that about 20 of 48 completions of a step have one."""
     kwargs = {"pids": str(tmp_path / "pids"), "odds": 0.125}
@@ -176,7 +172,7 @@ def test_a_run_goes_on_after_faults(checkpoint: Path, num_steps: int, tmp_path: 
     ("number", "status"),
     [
         pytest.param("SIGKILL", -9, marks=pytest.mark.slow),
-        pytest.param("SIGTERM", 143, marks=pytest.mark.ci),
+        ("SIGTERM", 143),
         pytest.param("SIGINT", 130, marks=pytest.mark.slow),
     ],
 )
@@ -225,7 +221,6 @@ def main():
 """
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize(
     ("end", "found"),
     [

@@ -16,7 +16,6 @@ from tests.helpers.tiny_run import build_checkpoint, make_config
 from tests.helpers.two_processes import launch
 
 pytest.importorskip("deepspeed", reason="DeepSpeed is in the development requirements on Linux only")
-pytestmark = pytest.mark.ci
 
 TRAINED = ["ddp", "zero2", "zero3", "zero3_offload", "fsdp2"]
 

@@ -53,7 +53,6 @@ def shared_memory() -> set[str]:
     return {path.name for path in Path("/dev/shm").glob("torch_*")}
 
 
-@pytest.mark.ci
 def test_workers_build_ahead_once_per_prompt_while_the_cursor_stays_and_close_ends_them(make):
     children, blocks = set(multiprocessing.active_children()), shared_memory()
     prefetcher = make(num_workers=2)
@@ -85,7 +84,6 @@ def test_workers_build_ahead_once_per_prompt_while_the_cursor_stays_and_close_en
     wait_until(lambda: shared_memory() <= blocks)
 
 
-@pytest.mark.ci
 def test_a_broken_image_is_the_error_that_it_is_without_workers_and_its_step_can_be_done_again(make, tmp_path):
     alone, prefetcher = make(num_workers=0), make(num_workers=1)
     (tmp_path / "3.png").write_bytes(b"no image")
@@ -108,7 +106,6 @@ def test_a_broken_image_is_the_error_that_it_is_without_workers_and_its_step_can
     assert [row for row, *_ in facts(step(prefetcher))] == [4, 5]
 
 
-@pytest.mark.ci
 def test_a_worker_that_dies_is_named(make):
     prefetcher = make(kill=3)
     step(prefetcher)
@@ -138,7 +135,6 @@ class Killed(BaseException):
     """Stands for a kill: nothing of the trainer runs after it."""
 
 
-@pytest.mark.ci
 def test_a_run_with_workers_killed_in_a_window_and_resumed_equals_one_without(tiny_checkpoint, tmp_path, monkeypatch):
     train(make_config(tiny_checkpoint, tmp_path / "without", **WINDOW))
     settings = {**WINDOW, "dataloader_num_workers": 1}

@@ -25,8 +25,6 @@ from tests.helpers.changed_losses import recorded_losses
 from tests.helpers.stock import stock_logprobs
 from tests.helpers.tiny_run import build_checkpoint, make_config
 
-pytestmark = pytest.mark.ci
-
 ROUNDING = 2e-5
 MOVED = 1e-3
 """How far an optimizer step at least moves some log-prob."""

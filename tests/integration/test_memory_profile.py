@@ -12,8 +12,6 @@ from rl_vlm.tools.instruments import INSTRUMENTS
 from tests.helpers.tiny_run import build_checkpoint, completions, make_config, metric_lines, weights
 from tests.helpers.two_processes import train_on_two_processes
 
-pytestmark = pytest.mark.ci
-
 PHASES = ["load", "generation", "ref_logprobs", "training", "update", "save"]
 
 

@@ -32,7 +32,6 @@ def sources(output_dir: Path) -> list[str]:
     return [row["prompt"] for name in sorted(files) for row in files[name] if row["completion_index"] == 0]
 
 
-@pytest.mark.ci
 def test_a_run_killed_within_an_epoch_is_resumed(tiny_checkpoint, tmp_path, monkeypatch):
     straight, killed = (
         config_of("window", tiny_checkpoint, tmp_path / name, dataset_name=WEIGHTED) for name in ("straight", "killed")
@@ -43,7 +42,6 @@ def test_a_run_killed_within_an_epoch_is_resumed(tiny_checkpoint, tmp_path, monk
     assert_same_run(tmp_path / "killed", tmp_path / "straight")
 
 
-@pytest.mark.ci
 def test_resuming_with_other_weights_or_rows_is_refused(tiny_checkpoint, tmp_path):
     train(make_config(tiny_checkpoint, tmp_path / "run", dataset_name=WEIGHTED, max_steps=1))
     settings = {"max_steps": 2, "resume_from_checkpoint": "auto"}
@@ -55,7 +53,6 @@ def test_resuming_with_other_weights_or_rows_is_refused(tiny_checkpoint, tmp_pat
         train(make_config(tiny_checkpoint, tmp_path / "run", dataset_name=fewer, **settings))
 
 
-@pytest.mark.ci
 def test_shares_of_a_run(tiny_checkpoint, tmp_path):
     config = make_config(tiny_checkpoint, tmp_path / "run", dataset_name=WEIGHTED, prompts_per_step=5, max_steps=3)
     train(config)

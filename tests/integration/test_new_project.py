@@ -7,8 +7,6 @@ import pytest
 
 from launch import cli
 
-pytestmark = pytest.mark.ci
-
 GOALS = {"answer": ("right", 0.9), "box": ("overlap", 0.5), "environment": ("reached", 0.9)}
 """The function of each kind that tells the score, and the score on held-out rows that a run should reach."""
 

@@ -64,7 +64,6 @@ def test_the_digits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert (tmp_path / "runs" / "notebook" / "checkpoint-2" / "model.safetensors").is_file()
 
 
-@pytest.mark.ci
 def test_own_images_and_an_own_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     cells = executed("own_images", tmp_path, monkeypatch)
     assert len(list((tmp_path / "my_images").glob("*.png"))) == 720

@@ -60,9 +60,9 @@ def assert_trained_as(uncapped: tuple[Path, Trained], run: Path, trained: Traine
     ("stage", "share"),
     [
         pytest.param("forward", 0.85, marks=pytest.mark.slow),
-        pytest.param("backward", 0.85, marks=pytest.mark.ci),
+        ("backward", 0.85),
         pytest.param("update", 0.5, marks=pytest.mark.slow),
-        pytest.param("rollout", 0.6, marks=pytest.mark.ci),
+        ("rollout", 0.6),
     ],
 )
 def test_a_run_that_runs_out_of_memory_trains_as_one_that_does_not(
@@ -84,7 +84,6 @@ def test_a_run_that_runs_out_of_memory_trains_as_one_that_does_not(
         assert budgets == [160] * NUM_STEPS
 
 
-@pytest.mark.ci
 def test_events_of_the_check_of_an_engine_are_counted(
     tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,7 +105,6 @@ def test_events_of_the_check_of_an_engine_are_counted(
     assert [metrics.get("out_of_memory/check") for metrics in steps] == [1, None]
 
 
-@pytest.mark.ci
 def test_a_single_completion_that_does_not_fit_is_named(
     uncapped: tuple[Path, Trained], tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
@@ -117,7 +115,6 @@ def test_a_single_completion_that_does_not_fit_is_named(
     assert (tmp_path / "checkpoint-1").is_dir() and not (tmp_path / "checkpoint-2").exists()
 
 
-@pytest.mark.ci
 def test_optimizer_state_that_does_not_fit_changes_no_weight(
     uncapped: tuple[Path, Trained], tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,7 +152,6 @@ def test_a_resumed_run_replays_the_budget(
     assert (copy / BUDGET).read_text() == (straight / BUDGET).read_text()
 
 
-@pytest.mark.ci
 def test_a_changed_setting_replaces_the_recorded_budget(tiny_checkpoint: Path, tmp_path: Path) -> None:
     train(make_config(tiny_checkpoint, tmp_path, max_steps=1))
     write_changes(tmp_path, [BudgetChange(2, "training", 40, 160, "out_of_memory", "…")])
@@ -164,7 +160,6 @@ def test_a_changed_setting_replaces_the_recorded_budget(tiny_checkpoint: Path, t
     assert read_changes(tmp_path) == []
 
 
-@pytest.mark.ci
 def test_a_run_without_a_checkpoint_is_repeated_under_its_recorded_budget(
     tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
@@ -175,7 +170,6 @@ def test_a_run_without_a_checkpoint_is_repeated_under_its_recorded_budget(
     assert read_changes(tmp_path) == [change]
 
 
-@pytest.mark.ci
 def test_the_budget_is_replayed_in_another_directory(tiny_checkpoint: Path, tmp_path: Path) -> None:
     one, other = tmp_path / "one", tmp_path / "other"
     train(make_config(tiny_checkpoint, one, max_steps=1))
@@ -187,7 +181,6 @@ def test_the_budget_is_replayed_in_another_directory(tiny_checkpoint: Path, tmp_
     assert read_changes(other) == changes
 
 
-@pytest.mark.ci
 def test_two_processes_of_which_one_runs_out_of_memory_train_as_one(tiny_checkpoint: Path, tmp_path: Path) -> None:
     settings = {"checkpoint": tiny_checkpoint, **SETTINGS, "micro_batch_tokens": 400}
     names = ["fits", "out-of-memory-forward", "out-of-memory-backward"]
@@ -200,7 +193,6 @@ def test_two_processes_of_which_one_runs_out_of_memory_train_as_one(tiny_checkpo
         assert events == ([0] * NUM_STEPS if name == "fits" else [1, 1, 0, 0])
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize("engine", in_tiers(["zero2", "fsdp2"], fast=(), ci={"zero2"}))
 def test_ranks_that_share_a_model_end_and_resume_under_the_new_budget(
     engine: str, tiny_checkpoint: Path, tmp_path: Path

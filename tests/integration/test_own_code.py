@@ -34,7 +34,6 @@ def loaded(directory: Path) -> Any:
     return AutoModelForImageTextToText.from_pretrained(directory, trust_remote_code=True)
 
 
-@pytest.mark.ci
 def test_the_code_trains_and_goes_with_checkpoints_and_exports(directory: Path, tmp_path: Path) -> None:
     config = make_config(directory, tmp_path, trust_remote_code=True, max_steps=2)
     train(config)
@@ -72,7 +71,6 @@ def test_the_features_of_images_are_those_of_the_code(directory: Path, tmp_path:
     assert torch.allclose(own, 1.5 * stock, rtol=1e-5)
 
 
-@pytest.mark.ci
 def test_a_run_resumes_with_the_code_of_its_checkpoint(
     directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,7 +83,6 @@ def test_a_run_resumes_with_the_code_of_its_checkpoint(
     assert_same_run(tmp_path / "b", tmp_path / "a")
 
 
-@pytest.mark.ci
 def test_an_adapter_of_the_code_loads_in_peft_and_merged(directory: Path, tmp_path: Path) -> None:
     lora = {"use_peft": True, "lora_r": 4, "lora_target_modules": ["vision_tower", "language_model"]}
     train(make_config(directory, tmp_path, trust_remote_code=True, **lora, max_steps=2))

@@ -13,8 +13,6 @@ from rl_vlm.plan.tracing.depth import Depth, Extrapolation, with_depth
 from rl_vlm.plan.tracing.groups import PromptSize, make_prompt
 from tests.tiny.build import build_tiny
 
-pytestmark = pytest.mark.ci
-
 WHOLE = Depth(language=6, vision=5)
 
 

@@ -22,8 +22,6 @@ from rl_vlm.types import ScoredGroup
 from tests.helpers.builders import make_groups, noise_image
 from tests.tiny.build import build_tiny
 
-pytestmark = pytest.mark.ci
-
 NUM_STEPS = 2
 TOKENS = 150
 LORA = {"use_peft": True, "lora_r": 4, "lora_alpha": 4.0, "freeze_vision_tower": True}

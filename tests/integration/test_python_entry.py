@@ -46,7 +46,6 @@ def trainer(checkpoint: Any, output_dir: Path, **given: Any) -> GRPOTrainer:
     return GRPOTrainer(checkpoint, output_dir=output_dir, **{**defaults, **arguments})
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize("as_dataset", [False, True], ids=["list", "Dataset"])
 def test_the_run_is_that_of_the_same_function_and_rows_named_in_settings(tiny_checkpoint, tmp_path, as_dataset: bool):
     expected = train(make_config(tiny_checkpoint, tmp_path / "named", eval_dataset_name=tiny_run.HELD_OUT_ROWS))
@@ -66,7 +65,6 @@ def test_the_run_is_that_of_the_same_function_and_rows_named_in_settings(tiny_ch
     assert start["rewards/token_sum/mean"] == summary["eval_before"]["rewards/token_sum/mean"]
 
 
-@pytest.mark.ci
 def test_videos_in_memory_train_like_their_files(tiny_checkpoint, tmp_path):
     rows = [{"id": str(i), "prompt": "What moves?", "video": str(tmp_path / f"{i}.mp4")} for i in range(4)]
     for number, row in enumerate(rows):
@@ -91,7 +89,6 @@ def test_videos_in_memory_train_like_their_files(tiny_checkpoint, tmp_path):
     assert shown and all(seconds in {0.8, 0.84, 0.88, 0.92} for (seconds,) in shown)
 
 
-@pytest.mark.ci
 def test_a_lambda_a_function_with_a_timeout_and_a_model_that_a_function_writes(tiny_checkpoint, tmp_path):
 
     def make_model(directory: Path, seed: int) -> None:
@@ -107,7 +104,6 @@ def test_a_lambda_a_function_with_a_timeout_and_a_model_that_a_function_writes(t
         train(load_config(tmp_path / "config.yaml", ["output_dir=" + str(tmp_path / "other")]))
 
 
-@pytest.mark.ci
 def test_the_model_is_saved_as_an_export(tiny_checkpoint, tmp_path, monkeypatch: pytest.MonkeyPatch):
     made = trainer(tiny_checkpoint, tmp_path / "run", max_steps=1)
     made.train()
@@ -126,7 +122,6 @@ def test_the_model_is_saved_as_an_export(tiny_checkpoint, tmp_path, monkeypatch:
     assert not (tmp_path / "by_another").exists()
 
 
-@pytest.mark.ci
 def test_a_model_in_memory_trains_like_its_checkpoint(tiny_checkpoint, tmp_path, caplog):
     model = AutoModelForImageTextToText.from_pretrained(tiny_checkpoint)
     made = trainer(model, tmp_path / "memory", max_steps=2)
@@ -146,7 +141,6 @@ def test_a_model_in_memory_trains_like_its_checkpoint(tiny_checkpoint, tmp_path,
         trainer(again, tmp_path / "memory", max_steps=4).train(resume_from_checkpoint=True)
 
 
-@pytest.mark.ci
 def test_a_processor_in_memory_replaces_the_checkpoint_s(tiny_checkpoint, tmp_path):
     processor: Any = AutoProcessor.from_pretrained(tiny_checkpoint)
     processor.chat_template = processor.chat_template.replace("<|im_start|>", "<|im_start|>Now ", 1)
@@ -192,7 +186,6 @@ class Watching(TrainerCallback):
         raise AssertionError
 
 
-@pytest.mark.ci
 def test_a_callback_hears_of_events_and_stops_the_run(tiny_checkpoint, tmp_path, caplog):
     given = {"eval_dataset": tiny_run.held_out_rows(), "eval_steps": 2, "save_steps": 3, "max_steps": 5}
     watching = Watching(stop_at=2)
@@ -215,7 +208,6 @@ def test_a_callback_hears_of_events_and_stops_the_run(tiny_checkpoint, tmp_path,
     assert [line["step"] for line in metric_lines(tmp_path)] == [0, 1, 2, 3, 4, 5]
 
 
-@pytest.mark.ci
 def test_early_stopping_of_transformers(tiny_checkpoint, tmp_path, caplog):
     given = {"eval_dataset": tiny_run.held_out_rows(), "eval_steps": 1, "load_best_model_at_end": True}
     made = trainer(tiny_checkpoint, tmp_path, reward_funcs=tiny_run.constant, max_steps=9, **given)
@@ -223,7 +215,6 @@ def test_early_stopping_of_transformers(tiny_checkpoint, tmp_path, caplog):
     assert made.train()["optimizer_steps"] == 2  # evaluations 1 and 2 are no better than the one before training
 
 
-@pytest.mark.ci
 def test_the_model_is_pushed_at_the_end_of_a_run(tiny_checkpoint, tmp_path, caplog, monkeypatch: pytest.MonkeyPatch):
     hub_settings = {"push_to_hub": True, "hub_model_id": "owner/mine", "hub_token": "hf_secret"}
     made = trainer(tiny_checkpoint, tmp_path, max_steps=1, **hub_settings)
@@ -244,7 +235,6 @@ def test_the_model_is_pushed_at_the_end_of_a_run(tiny_checkpoint, tmp_path, capl
         again.push_to_hub()
 
 
-@pytest.mark.ci
 def test_resuming_compares_functions_and_rows(tiny_checkpoint, tmp_path, caplog):
     trainer(tiny_checkpoint, tmp_path, reward_funcs=SUMS[97], max_steps=2).train()
     caplog.clear()
@@ -258,7 +248,6 @@ def test_resuming_compares_functions_and_rows(tiny_checkpoint, tmp_path, caplog)
         trainer(tiny_checkpoint, tmp_path, max_steps=5, train_dataset=tiny_run.rows()[1:]).train(True)
 
 
-@pytest.mark.ci
 def test_within_a_window_another_function_is_refused(tiny_checkpoint, tmp_path):
     trainer(tiny_checkpoint, tmp_path, reward_funcs=SUMS[97], max_steps=1, **WITHIN_WINDOW).train()
     with pytest.raises(CheckpointError, match=r"`rewards\.reward_funcs` \['python:<lambda>#\w{12}'\] -> \['python:"):
@@ -312,7 +301,6 @@ def test_an_interrupted_evaluation_is_not_resumed_with_objects_in_memory(tiny_ch
     assert "which are evaluated again: functions and rows in memory may have changed since" in caplog.text
 
 
-@pytest.mark.ci
 def test_after_an_interrupted_training_its_newest_checkpoint_is_evaluated(tiny_checkpoint, tmp_path):
     given = {"eval_dataset": tiny_run.held_out_rows(), "eval_on_start": False, "max_steps": 4}
     made = trainer(tiny_checkpoint, tmp_path, reward_funcs=interrupted(tiny_run.token_sum, at_call=3), **given)
@@ -376,7 +364,6 @@ GRPOTrainer(
 """
 
 
-@pytest.mark.ci
 def test_a_worker_does_not_run_a_script_without_a_guard(tiny_checkpoint, tmp_path):
     (tmp_path / "script.py").write_text(UNGUARDED)
     environment = os.environ | {"PYTHONPATH": str(Path(tiny_run.__file__).parents[2])}
@@ -407,7 +394,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.ci
 def test_a_script_on_two_processes_takes_the_steps_of_one(tiny_checkpoint, tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     arguments = (str(tmp_path / "script.py"), str(tiny_checkpoint), str(tmp_path / "two"))
@@ -423,7 +409,6 @@ def test_a_script_on_two_processes_takes_the_steps_of_one(tiny_checkpoint, tmp_p
     assert evaluated["rewards/<lambda>/mean"] == pytest.approx(made.evaluate()["rewards/<lambda>/mean"], rel=1e-6)
 
 
-@pytest.mark.ci
 def test_callbacks_saving_and_pushing_on_two_processes(tiny_checkpoint, tmp_path):
     """Rank 1 alone asks to stop after step 2 of 5. As in transformers, each rank calls its callbacks."""
     program = Path(__file__).with_name("calls_on_ranks.py")

@@ -44,7 +44,6 @@ def stock_base(checkpoint: Path, skipped: list[str], nested: bool = False) -> An
     return loaded.train()
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize("shared", [False, True], ids=["dense", "shared"])
 @pytest.mark.parametrize(
     ("family", "settings"),
@@ -86,7 +85,6 @@ def test_4_bits_are_another_model(tmp_path: Path) -> None:
     assert min((a - b).abs().max() for a, b in pairwise(logprobs)) > 1e-2
 
 
-@pytest.mark.ci
 def test_a_run_trains_the_adapter_alone(tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also `load_best_model_at_end`; the adapter is then loaded by peft over transformers' quantized model."""
     policies: list[Policy] = []
@@ -123,7 +121,6 @@ def base_bits(policy: Policy) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in policy.transformer.state_dict().items() if ".lora_" not in name}
 
 
-@pytest.mark.ci
 def test_evaluation_of_an_adapter_is_the_runs_own(tiny_checkpoint: Path, tmp_path: Path) -> None:
     config = make_config(
         tiny_checkpoint, tmp_path / "run", eval_dataset_name=tiny_run.HELD_OUT_ROWS, max_steps=2, **QLORA,
@@ -138,7 +135,6 @@ def test_evaluation_of_an_adapter_is_the_runs_own(tiny_checkpoint: Path, tmp_pat
     assert found == summary["eval_after"]
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize("engine", in_tiers(["ddp", "zero2"], fast=(), ci={"zero2"}))
 def test_two_processes_train_as_one(engine: str, tmp_path: Path) -> None:
     checkpoint = sharp_checkpoint("qwen2_5_vl", tmp_path / "model")

@@ -38,7 +38,6 @@ def forwards(policy: Any, groups: Any) -> tuple[Any, dict[str, set[int]]]:
     return found, parts
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize(
     ("part", "vision", "language"),
     [(False, 1, 1), (True, 2, 2), ("vision_tower", 2, 1), ("language_model", 1, 2)],

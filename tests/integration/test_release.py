@@ -18,8 +18,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.ci
-
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("rl_vlm", "rewards", "launch")
 BESIDE = {"CHANGELOG.md", "CITATION.cff", "LICENSE", "MANIFEST.in", "README.md", "pyproject.toml"}

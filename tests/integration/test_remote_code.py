@@ -105,7 +105,6 @@ def test_an_adapted_model_computes_what_the_published_code_does(kind: str, check
         assert torch.allclose(together[prompt].embeddings, alone.embeddings, atol=1e-6)
 
 
-@pytest.mark.ci
 def test_it_trains_and_its_checkpoint_is_a_published_one(kind: str, checkpoint: Path, tmp_path: Path) -> None:
     config = make_config(checkpoint, tmp_path, trust_remote_code=True, max_steps=2)
     train(config)
@@ -128,7 +127,6 @@ def test_it_trains_and_its_checkpoint_is_a_published_one(kind: str, checkpoint: 
             assert torch.allclose(policy.transformer(**model_inputs(prompt)).logits, logits, atol=1e-5)
 
 
-@pytest.mark.ci
 def test_an_adapter_of_it_trains_and_resumes(kind: str, checkpoint: Path, tmp_path: Path) -> None:
     parts = {"use_peft": True, "lora_r": 4, "lora_target_modules": ["projector", "lm_head", "language_model"]}
     train(make_config(checkpoint, tmp_path, trust_remote_code=True, **parts, max_steps=1))
@@ -140,7 +138,6 @@ def test_an_adapter_of_it_trains_and_resumes(kind: str, checkpoint: Path, tmp_pa
     assert stored and len(zero) == len(unused) and all(any(part in name for part in unused) for name in zero)
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize("settings", [{"dtype": "bfloat16"}, {"use_peft": True, "lora_r": 4}], ids=["all", "lora"])
 def test_a_killed_run_resumes_exactly_and_is_evaluated(
     settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -157,7 +154,6 @@ def test_a_killed_run_resumes_exactly_and_is_evaluated(
     assert summary["num_samples"] == 5
 
 
-@pytest.mark.ci
 def test_the_proof_finds_positions_that_the_published_code_does_not_have(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,8 +10,6 @@ from rl_vlm.run.run import train
 from rl_vlm.tools.instruments import INSTRUMENTS
 from tests.helpers.tiny_run import HELD_OUT_ROWS, completions, make_config, metric_lines, weights
 
-pytestmark = pytest.mark.ci
-
 
 def test_a_run_with_a_report_is_the_run_without_one(tiny_checkpoint: Path, tmp_path: Path):
     for name in ("with", "without"):

@@ -22,7 +22,6 @@ from tests.helpers.run_directory import SETTINGS, completion_row, write_run
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 
-pytestmark = pytest.mark.ci
 
 ATTACK = "<think>I see <b>it</b></think><script>window.hit = 1</script><img src=x onerror='window.hit = 2'>"
 BOXES = {"completion": f"{ATTACK}<answer>[20, 10, 60, 30]</answer>", "data/solution": "[10, 5, 30, 15]"}

@@ -8,8 +8,6 @@ from rl_vlm.run.run import train
 from tests.helpers import tiny_run
 from tests.helpers.tiny_run import completions, make_config, metric_lines
 
-pytestmark = pytest.mark.ci
-
 EVEN = f"{__name__}:even"
 
 

@@ -82,7 +82,6 @@ def test_a_window_that_is_sampled_ahead_is_resumed_as_well(variant, tiny_checkpo
     assert_same_run(tmp_path / "killed", tmp_path / "straight")
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
@@ -110,7 +109,6 @@ def test_weights_are_sent_before_an_evaluation_and_after_a_checkpoint(
     assert " ".join(found) == expected
 
 
-@pytest.mark.ci
 def test_an_engine_sleeps_before_the_passes_and_gets_the_weights_that_it_does_not_keep(
     tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,7 +155,6 @@ def test_an_engine_sleeps_before_the_passes_and_gets_the_weights_that_it_does_no
     )
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize(
     "change", [{"max_rollout_tokens": None}, {"max_rollout_tokens": 1, "max_completion_length": 2}]
 )
@@ -173,7 +170,6 @@ def test_settings_that_paused_completions_cannot_go_on_with_are_refused(change, 
         train(resumed(config.model_copy(update={"rollout": rollout})))
 
 
-@pytest.mark.ci
 def test_the_test_would_see_a_lost_window_or_random_state(tiny_checkpoint, tmp_path, monkeypatch):
     config = config_of("window", tiny_checkpoint, tmp_path / "straight")
     train(config)
@@ -220,7 +216,6 @@ sys.exit(cli.run("train", [sys.argv[1]]))
 """
 
 
-@pytest.mark.ci
 def test_sigkill_within_a_save(tiny_checkpoint, tmp_path):
     train(config_of("window", tiny_checkpoint, tmp_path / "straight"))
     killed = config_of("window", tiny_checkpoint, tmp_path / "killed")
@@ -235,7 +230,6 @@ def test_sigkill_within_a_save(tiny_checkpoint, tmp_path):
     assert_same_run(tmp_path / "killed", tmp_path / "straight")
 
 
-@pytest.mark.ci
 def test_resuming_a_finished_run_changes_nothing(tiny_checkpoint, tmp_path):
     config = make_config(tiny_checkpoint, tmp_path / "run", eval_dataset_name=tiny_run.HELD_OUT_ROWS, max_steps=2)
     summary = train(config)
@@ -244,7 +238,6 @@ def test_resuming_a_finished_run_changes_nothing(tiny_checkpoint, tmp_path):
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == lines
 
 
-@pytest.mark.ci
 def test_auto_takes_the_checkpoint_before_a_truncated_one(tiny_checkpoint, tmp_path, monkeypatch):
     train(config_of("full", tiny_checkpoint, tmp_path / "straight"))
     config = config_of("full", tiny_checkpoint, tmp_path / "killed")
@@ -258,7 +251,6 @@ def test_auto_takes_the_checkpoint_before_a_truncated_one(tiny_checkpoint, tmp_p
     assert_same_run(tmp_path / "killed", tmp_path / "straight")
 
 
-@pytest.mark.ci
 def test_auto_without_a_checkpoint_starts_anew(tiny_checkpoint, tmp_path, monkeypatch):
     config = make_config(tiny_checkpoint, tmp_path / "run", max_steps=2)
     train_until(1, config, monkeypatch)
@@ -266,7 +258,6 @@ def test_auto_without_a_checkpoint_starts_anew(tiny_checkpoint, tmp_path, monkey
     assert [line["step"] for line in metric_lines(tmp_path / "run")] == [1, 2]
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize(("variant", "file"), [("full", "model.safetensors"), ("lora", "adapter_model.safetensors")])
 @pytest.mark.parametrize("change", ["missing", "unexpected"])
 def test_missing_or_unexpected_weights_are_refused(variant, file, change, tiny_checkpoint, tmp_path):
@@ -302,7 +293,6 @@ def test_two_runs_with_one_seed_are_equal_and_another_seed_differs(tiny_checkpoi
     assert first == second != other
 
 
-@pytest.mark.ci
 def test_an_earlier_run_survives_a_mistyped_setting(tiny_checkpoint, tmp_path):
     train(make_config(tiny_checkpoint, tmp_path, max_steps=2))
     before = sorted(path.name for path in tmp_path.iterdir())
@@ -311,7 +301,6 @@ def test_an_earlier_run_survives_a_mistyped_setting(tiny_checkpoint, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == before
 
 
-@pytest.mark.ci
 def test_a_checkpoint_of_another_run_is_not_mixed_into_this_one(tiny_checkpoint, tmp_path):
     for run in ("a", "b"):
         train(make_config(tiny_checkpoint, tmp_path / run, max_steps=2))
@@ -322,7 +311,6 @@ def test_a_checkpoint_of_another_run_is_not_mixed_into_this_one(tiny_checkpoint,
     assert metric_lines(tmp_path / "b") == lines
 
 
-@pytest.mark.ci
 def test_overwriting_deletes_the_earlier_run(tiny_checkpoint, tmp_path):
     train(make_config(tiny_checkpoint, tmp_path, max_steps=3))
     train(make_config(tiny_checkpoint, tmp_path, max_steps=1, overwrite_output_dir=True))

@@ -83,7 +83,6 @@ def assert_continued(run: Path, straight: Path, step: int) -> None:
     assert max((start[name] - tensor).abs().max() for name, tensor in expected.items()) > 1e-2
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize(
     ("num_saved", "num_present", "step"),
     [
@@ -134,7 +133,6 @@ def test_runs_continue_on_other_shardings_and_numbers_of_processes(
     assert_continued(on_four, saved[1], step=3)
 
 
-@pytest.mark.ci
 def test_the_same_number_of_processes_repeats_the_run_bit_for_bit(
     saved: dict[int, Path], tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
@@ -151,7 +149,6 @@ def test_the_same_number_of_processes_repeats_the_run_bit_for_bit(
     assert sizes[0] != [4, 4]  # as they were drawn
 
 
-@pytest.mark.ci
 def test_sizes_per_device_must_make_the_same_batch(
     saved: dict[int, Path], tiny_checkpoint: Path, tmp_path: Path
 ) -> None:

@@ -8,8 +8,6 @@ import pytest
 from rl_vlm.tools.checks.rewards.sampled import sample_completions
 from tests.helpers.tiny_run import build_checkpoint, constant, make_config, token_sum
 
-pytestmark = pytest.mark.ci
-
 
 @pytest.mark.parametrize(("reward", "share"), [(constant, 1.0), (token_sum, 0.0)])
 def test_groups_without_spread(reward, share: float, tmp_path: Path) -> None:

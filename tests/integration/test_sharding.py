@@ -117,7 +117,6 @@ def first(start: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return Runs.of(tmp_path_factory.mktemp("first"), first_variants(start)).train()
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize("sharding", ["zero2", "zero3", "fsdp2"])
 def test_ranks_that_shard_train_as_one_process(sharding: str, first: Runs, start: Path, tmp_path: Path) -> None:
     two = Runs.of(tmp_path / sharding, first_variants(start)).launch(sharding)

@@ -77,7 +77,6 @@ def trains(gradients: dict[str, Tensor], part: str) -> bool:
     return any(part in name for name in gradients)
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize("case", CASES)
 def test_shared_equals_dense(checkpoint: Path, policy: Policy, case: str) -> None:
     text = policy.transformer.config.get_text_config()
@@ -85,7 +84,6 @@ def test_shared_equals_dense(checkpoint: Path, policy: Policy, case: str) -> Non
     assert_shared_equals_dense(policy, make_groups(checkpoint, CASES[case]))
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_shared_equals_dense_for_each_way_to_train(checkpoint: Path, variant: str) -> None:
     policy = make_policy(checkpoint, **VARIANTS[variant])
@@ -141,7 +139,6 @@ def test_the_vision_tower_sees_each_prompts_images_once(checkpoint: Path, policy
     assert patches == [num_patches(groups)]
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize(
     ("variant", "num_forwards"),
     [("checkpointing", 2), ("frozen vision, checkpointing", 1), ("LoRA, checkpointing", 1)],

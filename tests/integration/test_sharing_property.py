@@ -67,7 +67,6 @@ def scores(policy: Policy, batches: list[MicroBatch]) -> tuple[dict[tuple[str, i
     return logprobs, take_gradients(policy)
 
 
-@pytest.mark.ci
 @settings(max_examples=10, deadline=None)
 @given(GROUPS, st.integers(1, 600), st.sampled_from(["auto", "shared", "dense"]))
 def test_any_cut_holds_the_batch_fits_and_scores_as_dense_rows(

@@ -56,7 +56,6 @@ def straight(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return directory
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize(
     ("number", "rank", "status", "settings"),
     [
@@ -100,7 +99,6 @@ def test_ranks_that_generate_together_stop_together(engine, settings, tiny_check
     assert_same_run(tmp_path / "stopped", tmp_path / "straight")
 
 
-@pytest.mark.ci
 def test_a_stopped_process_ends_the_others(tiny_checkpoint, tmp_path):
     rewards = signalling(signal.SIGSTOP, 0, tmp_path / "done")
     path = write_config(tmp_path / "run", tiny_checkpoint, reward_funcs=rewards, lost_rank_seconds=5.0)
@@ -114,7 +112,6 @@ def test_a_stopped_process_ends_the_others(tiny_checkpoint, tmp_path):
     assert none_is_left(str(tmp_path))
 
 
-@pytest.mark.ci
 def test_a_slow_reward_is_no_hang_and_a_failure_is_shown_by_all(tiny_checkpoint, tmp_path):
     slow = {"function": f"{ending.__name__}:slow", "timeout": 120.0}
     path = write_config(tmp_path / "run", tiny_checkpoint, reward_funcs=[slow], ddp_timeout=20.0)
@@ -129,7 +126,6 @@ def test_a_slow_reward_is_no_hang_and_a_failure_is_shown_by_all(tiny_checkpoint,
     assert none_is_left(str(tmp_path))
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
 def test_a_signal_to_the_launcher_saves_the_run(number, tiny_checkpoint, tmp_path):
     run = tmp_path / "run"

@@ -103,7 +103,6 @@ def test_ranks_gather_all_weights_for_most_checks(tiny_checkpoint: Path, tmp_pat
     assert found.losses <= 1e-5 and found.norms <= 1e-4 and found.gradients <= 1e-5 and found.weights <= 1e-3
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize(
     ("fault", "dtype"),
     [*((fault, "float32") for fault in FAULTS), *((fault, "bfloat16") for fault in SHOW_IN_BFLOAT16)],
@@ -118,7 +117,6 @@ def test_a_fault_ends_the_run(
     print(fault.__name__, dtype, raised.value)
 
 
-@pytest.mark.ci
 def test_wrong_gradients_of_right_rows_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer, groups = trainer_of(sharp_checkpoint("qwen2_5_vl", tmp_path), sharing="shared")
     use_flex_attention(monkeypatch, half_of_key_gradients)
@@ -126,7 +124,6 @@ def test_wrong_gradients_of_right_rows_end_the_run(tmp_path: Path, monkeypatch: 
         trainer.start_check.run(groups)
 
 
-@pytest.mark.ci
 def test_a_run_goes_on_with_dense_rows_if_sharing_is_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -155,7 +152,6 @@ def test_a_frozen_language_model_that_should_be_trained_ends_the_run(
         trainer.start_check.run(groups)
 
 
-@pytest.mark.ci
 def test_full_tries_each_number_of_images_and_other_lengths(tmp_path: Path) -> None:
     """By default the first two groups are checked, and here they have no image and one."""
     checkpoint = sharp_checkpoint("qwen2_5_vl", tmp_path)
@@ -176,7 +172,6 @@ def test_full_tries_each_number_of_images_and_other_lengths(tmp_path: Path) -> N
     assert {check.of: check.result for check in proof.checks if check.result != "holds"} == {ROLLOUTS: "untried"}
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize("family", sorted(set(FAULTS.values())))
 def test_flex_attention_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     trainer, groups = trainer_of(sharp_checkpoint(family, tmp_path))
@@ -197,7 +192,6 @@ def test_a_check_without_memory_is_skipped(
     assert trainer.recovery.budget.tokens == budget
 
 
-@pytest.mark.ci
 def test_a_resumed_run_goes_on_with_the_slower_way(
     tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -48,7 +48,6 @@ def trained(policy: nn.Module) -> set[str]:
     return {name.removeprefix("model.") for name, p in policy.named_parameters() if p.requires_grad}
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_each_part_gets_the_gradients_of_the_models_own_forward(
     family: str, checkpoint: Path, checkpointing: bool
@@ -158,7 +157,6 @@ def test_an_adapter_inside_a_frozen_tower_is_refused(tiny_checkpoint: Path, tmp_
         assert trained(policy) and not [name for name in trained(policy) if "visual" in name]
 
 
-@pytest.mark.ci
 def test_a_run_changes_only_what_it_trains_and_resumes_bitwise(
     tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,7 +171,6 @@ def test_a_run_changes_only_what_it_trains_and_resumes_bitwise(
     assert_same_run(tmp_path / "b", tmp_path / "a")
 
 
-@pytest.mark.ci
 def test_a_run_of_adapters_by_part_resumes_bitwise(
     tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -90,7 +90,6 @@ def script_evaluations(monkeypatch: pytest.MonkeyPatch, values: list[float]) -> 
     monkeypatch.setattr(Evaluator, "run", lambda *_, **__: Evaluation({"reward": next(left)}, []))
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize(
     ("values", "greater", "best"),
     [([0.1, 0.2, 0.9, 0.9, 0.5], True, 2), ([0.9, 0.8, 0.1, 0.3, 0.5], False, 2), ([0.9, 0.8, 0.1, 0.3, 0.5], True, 0)],
@@ -145,7 +144,6 @@ def test_unknown_metric_for_the_best_model(tiny_checkpoint, tmp_path, monkeypatc
         train(config)
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize("steps", [1, 2])
 def test_reference_moves_towards_the_policy_when_due(steps, tiny_checkpoint, tmp_path):
     trainer = run(
@@ -163,7 +161,6 @@ def test_reference_moves_towards_the_policy_when_due(steps, tiny_checkpoint, tmp
     assert not any(torch.equal(policy[name], initial[name]) for name in policy if "proj.weight" in name)
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize("quantile", [0.25, 0.5])
 def test_top_entropy_quantile_trains_that_share_of_the_steps_tokens(quantile, tiny_checkpoint, tmp_path, losses):
     settings = {"top_entropy_quantile": quantile, "micro_batch_tokens": 40, "prompts_per_step": 8}
@@ -184,7 +181,6 @@ def test_truncated_completions_can_be_left_out(tiny_checkpoint, tmp_path, losses
     assert set(losses.denominators) == {Denominators(float(sum(whole)), 16.0)}
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize(("built_in", "weights"), [("dapo", "token"), ("grpo", "completion"), ("dr_grpo", "budget")])
 def test_a_loss_of_ones_own_trains_as_the_built_in_one_of_the_same_formula(
     built_in, weights, tiny_checkpoint, tmp_path
@@ -196,7 +192,6 @@ def test_a_loss_of_ones_own_trains_as_the_built_in_one_of_the_same_formula(
     assert all(same(*(model_weights(tmp_path / name / "checkpoint-2") for name in ("own", "built_in"))).values())
 
 
-@pytest.mark.ci
 def test_a_loss_of_ones_own_may_read_values_under_a_planned_budget(tiny_checkpoint, tmp_path):
     (tmp_path / "my.py").write_text(
         "def loss(ratio_NK, inputs, algorithm):\n"
@@ -215,7 +210,6 @@ def test_a_loss_that_cannot_be_used_is_refused_before_the_model_is_loaded(tmp_pa
         Run(make_config("no-such-model", tmp_path / "run", loss_type=f"{tmp_path}/my.py:loss"))
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize("normalizer", ["step", "window"])
 def test_tokens_of_the_step_or_the_windows_average_divide_the_loss(normalizer, tiny_checkpoint, tmp_path, losses):
     settings = {"gradient_accumulation_steps": 1, "steps_per_generation": 2, "num_iterations": 2}
@@ -260,7 +254,6 @@ def test_metrics_of_groups_are_those_of_the_completions(tiny_checkpoint, tmp_pat
     assert line["frac_reward_faults"] == 0
 
 
-@pytest.mark.ci
 def test_tensorboard_gets_metrics_and_settings(tiny_checkpoint, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -272,7 +265,6 @@ def test_tensorboard_gets_metrics_and_settings(tiny_checkpoint, tmp_path):
     ]
 
 
-@pytest.mark.ci
 def test_tensorboard_gets_rollouts_with_images(tiny_checkpoint, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -292,7 +284,6 @@ def test_tensorboard_gets_rollouts_with_images(tiny_checkpoint, tmp_path):
     assert [event.step for event in found.Images("rollouts/0")] == [2, 4]
 
 
-@pytest.mark.ci
 def test_windows_of_an_earlier_run_are_not_sent(tiny_checkpoint, tmp_path):
     train(make_config(tiny_checkpoint, tmp_path, max_steps=2, save_steps=2))
     settings = {"max_steps": 4, "resume_from_checkpoint": "auto", "report_to": "tensorboard", "run_name": "tiny"}
@@ -301,14 +292,12 @@ def test_windows_of_an_earlier_run_are_not_sent(tiny_checkpoint, tmp_path):
     assert b"rollouts" not in events.read_bytes()
 
 
-@pytest.mark.ci
 def test_frozen_vision_tower_keeps_its_weights(tiny_checkpoint, tmp_path):
     train(make_config(tiny_checkpoint, tmp_path, freeze_vision_tower=True, weight_decay=0.1, max_steps=2))
     for name, equal in same(weights(tmp_path / "checkpoint-2"), weights(tiny_checkpoint)).items():
         assert equal == ("visual" in name), name
 
 
-@pytest.mark.ci
 def test_lora_trains_the_adapter_alone_in_float32_on_a_bfloat16_base(tiny_checkpoint, tmp_path):
     trainer = run(make_config(tiny_checkpoint, tmp_path, use_peft=True, dtype="bfloat16", max_steps=2))
     adapter = {name: p for name, p in trainer.policy.named_parameters() if "lora" in name}
@@ -331,7 +320,6 @@ def test_an_adapter_that_only_vllm_cannot_load_trains_with_the_hf_engine(tiny_ch
     assert all("visual" in name and tensor.any() for name, tensor in stored.items())
 
 
-@pytest.mark.ci
 def test_paused_completions_train_with_the_log_probs_of_their_own_versions(tiny_checkpoint, tmp_path, losses):
     settings = {"max_rollout_tokens": 2, "max_completion_length": 5, "max_steps": 4, "beta": 0.1, "num_iterations": 2}
     run(make_config(tiny_checkpoint, tmp_path, **settings))
@@ -349,7 +337,6 @@ def test_paused_completions_train_with_the_log_probs_of_their_own_versions(tiny_
         assert (differences.max() > 1e-3) == moved
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize("setting", ["auto", "sdpa"])
 def test_forwards_in_two_calls_are_counted(tiny_checkpoint, tmp_path, setting):
     train(make_config(tiny_checkpoint, tmp_path, shared_attention=setting, max_steps=1))
@@ -425,7 +412,6 @@ def test_dummy_micro_batch_needs_no_reference_logprobs(tiny_checkpoint, tmp_path
     assert (loss.item(), loss.requires_grad, sums) == (0.0, True, {})
 
 
-@pytest.mark.ci
 def test_settings_that_the_adapter_of_a_checkpoint_does_not_have_are_refused(tiny_checkpoint, tmp_path):
     run(make_config(tiny_checkpoint, tmp_path / "first", use_peft=True, lora_r=4, max_steps=1))
     adapter = tmp_path / "first" / "checkpoint-1"
@@ -462,7 +448,6 @@ def test_a_revision_of_a_local_model_is_refused(tiny_checkpoint, tmp_path):
         train(make_config(tiny_checkpoint, tmp_path, model_revision="v2"))
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize("num_iterations", [1, 2])
 @pytest.mark.parametrize("use_peft", [False, True])
 def test_a_frozen_vision_tower_sees_each_image_once_in_a_step(tiny_checkpoint, tmp_path, use_peft, num_iterations):

@@ -80,7 +80,6 @@ def plain_gradients(policy: Policy, groups: Sequence[ScoredGroup], beta: float) 
     return take_gradients(policy)
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize("budget", [WHOLE, CUT])
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 @pytest.mark.parametrize("part", VISION_ALONE)

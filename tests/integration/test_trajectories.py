@@ -150,7 +150,6 @@ def test_images_of_observations_train_a_tower_behind_a_frozen_language_model(che
     assert not policy.trains_on(replace(group, prompt=text, completions=[]).rendered)
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize("freeze", [True, False])
 def test_observations_of_equal_pixels_share_a_run_of_the_tower(checkpoint: Path, freeze: bool) -> None:
     policy = make_policy(checkpoint, freeze_vision_tower=freeze)

@@ -4,14 +4,11 @@ import io
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from PIL import Image
 
 from rl_vlm.reward.conversation import completion_as
 from rl_vlm.types import Completion, Context, Observation, ToolCall, ToolResult, Turn
-
-pytestmark = pytest.mark.ci
 
 RED = Image.new("RGB", (3, 2), "red")
 SUFFIX = [90, 91]

@@ -17,8 +17,6 @@ from tests.helpers.scripted import ScriptedEngine, call
 from tests.helpers.templates import STOPS, builder_of, message, renderer_of, turn
 from tests.helpers.tiers import in_tiers
 
-pytestmark = pytest.mark.ci
-
 HERE = "tests.helpers.trl_documented"
 
 

@@ -47,8 +47,6 @@ from tests.helpers.builders import (
 )
 from tests.tiny.build import build_tiny
 
-pytestmark = pytest.mark.ci
-
 DOCUMENTED = Path(__file__).parents[2] / "docs" / "losses.md"
 LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo"]
 LEVELS = ["token", "sequence"]

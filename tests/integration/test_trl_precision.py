@@ -66,7 +66,6 @@ def test_precision_at_the_top_of_a_file(settings, ours):
             GRPOTrainer("some/model", args=args)
 
 
-@pytest.mark.ci
 def test_the_table_says_what_trl_does(tmp_path):
     from datasets import Dataset
     from transformers import AutoModelForImageTextToText

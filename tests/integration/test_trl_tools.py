@@ -11,8 +11,6 @@ from tests.helpers.builders import gradient_error, make_policy, noise_image, sha
 from tests.helpers.templates import STOPS
 from tests.helpers.tiers import in_tiers
 
-pytestmark = pytest.mark.ci
-
 TOLERANCE = 1e-6
 QUESTIONS = [
     ("What do you see?", noise_image(32, 24, seed=1)),

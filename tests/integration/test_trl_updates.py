@@ -13,8 +13,6 @@ from transformers import TrainerCallback
 from rl_vlm.run.run import Run
 from tests.helpers import tiny_run, trl_oracle
 
-pytestmark = pytest.mark.ci
-
 NUM_WINDOWS = 2
 NUM_ITERATIONS = 4
 SETTINGS: dict[str, Any] = {

@@ -56,7 +56,6 @@ def test_its_rows_are_those_of_its_own_forward(tmp_path: Path, name: str) -> Non
         assert measured.shared_fp64.worst <= 1e-9
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_a_type_that_cannot_be_trained_is_refused(tmp_path: Path, name: str) -> None:
     checkpoint = sharp_checkpoint(name, tmp_path / "model")

@@ -150,7 +150,6 @@ def test_the_models_own_forward_chooses_our_positions(policy: Policy, checkpoint
     (4, 2.0, [1, 5], 6),
     (4, 8.0, [1, 2], 5),  # the grid is wider than the time is long
 ])  # fmt: skip
-@pytest.mark.ci
 def test_text_after_a_video_starts_behind_its_largest_position(
     tmp_path: Path, num_frames: int, fps: float, of_video: list[int], after: int
 ) -> None:

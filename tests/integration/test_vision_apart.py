@@ -14,8 +14,6 @@ from tests.helpers.family_parity import FP32_ROUNDING, case_groups, cases, score
 from tests.helpers.tiers import FEW_FAMILIES, families_in_tiers, in_tiers
 from tests.tiny.build import TINY_FAMILIES
 
-pytestmark = pytest.mark.ci
-
 VARIANTS: dict[str, dict[str, Any]] = {
     "checkpointing": {"gradient_checkpointing": True},
     "LoRA": LORA_EVERYWHERE,

@@ -28,7 +28,7 @@ from tests.helpers.tiers import in_tiers
 from tests.helpers.videos import noise_video, video_prompt
 from tests.helpers.vllm_parity import Side, generator_logprobs, sampling, started_engine, token_ids, video_requests
 
-pytestmark = [pytest.mark.ci, pytest.mark.skipif(find_spec("vllm") is None, reason="needs vllm")]
+pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="needs vllm")
 
 NUM_UPDATES = 6
 

@@ -14,7 +14,7 @@ from tests.helpers.builders import sharpen
 from tests.helpers.two_processes import train_on_two_processes
 from tests.tiny.build import build_tiny
 
-pytestmark = [pytest.mark.ci, pytest.mark.skipif(find_spec("vllm") is None, reason="needs vllm")]
+pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="needs vllm")
 
 
 SHARED_MEMORY = Path("/dev/shm")

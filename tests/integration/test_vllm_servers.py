@@ -29,7 +29,7 @@ from tests.helpers import tiny_run
 from tests.helpers.builders import make_prompt, noise_image, sharp_checkpoint
 from tests.helpers.vllm_parity import Side, generator_logprobs, make_config, sampling, token_ids
 
-pytestmark = [pytest.mark.ci, pytest.mark.skipif(find_spec("vllm") is None, reason="needs vllm")]
+pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="needs vllm")
 
 HOST, TIMEOUT = "127.0.0.1", 240.0
 NUM_UPDATES = 6

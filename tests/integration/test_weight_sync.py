@@ -131,7 +131,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_tiny("qwen2_5_vl", tmp_path_factory.mktemp("checkpoint"))
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize("sharding", SHARDINGS)
 def test_servers_get_the_weights_of_a_sharded_policy_whole(checkpoint: Path, sharding: str, tmp_path: Path) -> None:
     if sharding == "ZeRO-3":

@@ -210,7 +210,6 @@ def test_the_model_trains_without_a_fault(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(WRONG_MODELS) == 12
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize("fault", WRONG_MODELS, ids=lambda fault: fault.__name__)
 def test_a_wrong_model_does_not_train(
     fault: Callable[[Plant], Proof], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

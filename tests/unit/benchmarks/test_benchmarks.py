@@ -176,6 +176,7 @@ def setup(training, tmp_path_factory):
     return Setup.build(TOY, WORK, training, tmp_path_factory.mktemp("toy") / "model")
 
 
+@pytest.mark.ci
 def test_flops_are_those_that_torch_counts(setup):
     config = model_config(TOY)
     work, training = setup.work, setup.training
@@ -196,6 +197,7 @@ def test_flops_of_linear_attention_are_those_that_torch_counts(training, tmp_pat
     assert counted_flops(own_side(setup, True).run) == pytest.approx(expected, rel=0.06)
 
 
+@pytest.mark.ci
 def test_flops_of_trajectories_are_those_that_torch_counts(training, tmp_path):
     """Both rows have the same gradients too."""
     setup = Setup.build(TOY, TRAJECTORIES, training, tmp_path / "model")

@@ -470,6 +470,7 @@ cli.end_process_after(main)
         ("short store", 3, ""),
     ],
 )
+@pytest.mark.ci
 def test_a_finished_command_ends_whatever_users_functions_left(words, status, said):
     command = [sys.executable, "-c", LEAVES, *words.split()]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)

@@ -87,6 +87,7 @@ def test_a_file_that_is_not_text(tmp_path: Path):
         (["--confg_file", "zero.yaml"], "unrecognized arguments: --confg_file zero.yaml"),
     ],
 )
+@pytest.mark.ci
 def test_a_wrong_option_ends_the_command_before_torch_is_imported(given: list[str], message: str, tmp_path: Path):
     (tmp_path / "zero.yaml").write_text("distributed_type: DEEPSPEED\nnum_machines: 2\nnum_processes: 3\n")
     (tmp_path / "run.yaml").write_text(

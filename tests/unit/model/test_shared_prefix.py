@@ -155,6 +155,7 @@ def test_one_flex_attention_over_the_row_is_the_same(layout, rule, softcap):
 
 
 @SOFTCAPS
+@pytest.mark.ci
 def test_its_compiled_gradients_are_the_same(softcap, monkeypatch):
     """As a GPU compiles it, but without Triton, and without the check that refuses gradients on a CPU."""
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *tensors: None)

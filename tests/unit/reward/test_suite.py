@@ -163,6 +163,7 @@ def f(completions, images, trainer_state, log_metric):
 """
 
 
+@pytest.mark.ci
 def test_a_hang_that_holds_the_interpreter_lock_masks_its_group_and_those_behind(suite):
     rewards = suite(HANGS, {"function": "mine.py:f", "timeout": 1.0}, {"function": "exact_match", "timeout": 10})
     texts = {"s0": ["a", "b"], "s1": ["a", "hang"], "s2": ["a", "b"]}

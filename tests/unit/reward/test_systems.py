@@ -320,6 +320,7 @@ def called_by_hand(style: Style) -> list[Any]:
 
 
 @pytest.mark.parametrize("timeout", [None, 60.0], ids=["here", "in a worker"])
+@pytest.mark.ci
 def test_a_function_of_another_system_scores_as_called_by_hand(
     style: Style, timeout: float | None, caplog: pytest.LogCaptureFixture
 ) -> None:

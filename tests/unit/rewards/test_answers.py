@@ -81,6 +81,7 @@ def latex_pairs() -> list[tuple[str, str]]:
     return pairs
 
 
+@pytest.mark.ci
 def test_maths_agrees_with_math_verify(monkeypatch):
     from math_verify import parse, verify
 
@@ -137,6 +138,7 @@ def load_maths():
     return maths
 
 
+@pytest.mark.ci
 def test_maths_in_a_worker():
     worker = Worker(load_maths, TIMEOUTS["maths"])
     answers = worker.call([({"completions": [SLOW[1], "1/2"], "solution": ["7", "0.5"]}, 2)])

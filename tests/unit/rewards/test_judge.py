@@ -341,6 +341,7 @@ def in_new_process(**settings) -> list:
     return json.loads(subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ).stdout)
 
 
+@pytest.mark.ci
 def test_a_judgement_is_paid_for_once_over_processes(server, tmp_path):
     settings = {"base_url": server.url, "cache": str(tmp_path / "cache")}
     assert in_new_process(**settings) == [0.8, 0.8]

@@ -120,6 +120,7 @@ def problem(folder: Path, name: str, kind: type[Exception] = DataError) -> str:
         pytest.param(fill_memory, 60.0, 2**29, "GiB of memory and was killed.", marks=pytest.mark.ci),
     ],
 )
+@pytest.mark.ci
 def test_a_decoder_that_hangs_or_crashes_is_a_bad_row(files, use, fault, seconds, max_bytes, message):
     use(partial(load_faulty, fault), seconds, max_bytes)
     expected = read(files, "good")

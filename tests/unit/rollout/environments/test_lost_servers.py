@@ -136,6 +136,7 @@ def kill_when_all_wait(server: TurnServer, then: Callable[[], Any] = lambda: Non
 
 
 @pytest.mark.parametrize("answered", [0, 1, 2, 3, 4, 5])
+@pytest.mark.ci
 def test_another_server_repeats_a_turn_exactly(
     builder: PromptBuilder, servers: list[TurnServer], answered: int, tmp_path: Path
 ) -> None:
@@ -151,6 +152,7 @@ def test_another_server_repeats_a_turn_exactly(
 
 
 @pytest.mark.parametrize("answered", [0, 5, 9, 11])
+@pytest.mark.ci
 def test_the_only_server_that_dies_makes_faults_of_the_trajectories_on_it(
     builder: PromptBuilder, servers: list[TurnServer], answered: int, tmp_path: Path
 ) -> None:

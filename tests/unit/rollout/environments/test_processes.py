@@ -76,6 +76,7 @@ def test_values_arrive_as_they_were_sent() -> None:
         assert unpacked(packed(value)) == value
 
 
+@pytest.mark.ci
 def test_a_fault_ends_its_completion_and_nothing_else(builder: PromptBuilder, tmp_path: Path) -> None:
     """`tests/integration/test_isolation.py` has all kinds of faults, at random."""
     hows = ["go", "null", "leak", "orphans", "deaf", "raise"]
@@ -126,6 +127,7 @@ def test_a_reply_that_is_too_large_is_a_failure(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("protocol", ["steps", "tools"])
+@pytest.mark.ci
 def test_the_process_imports_no_torch(protocol: str) -> None:
     """An environment that needs none of it starts in a second, with 30 MB."""
     kind = toolbox_of("tests.helpers.faulty:Modules", environment_protocol=protocol).kinds[None]

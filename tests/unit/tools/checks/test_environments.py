@@ -221,6 +221,7 @@ class Quiet:
         (BROKEN, ("error", "environment that fails")),
     ],
 )
+@pytest.mark.ci
 def test_each_environment_is_reset_twice(environment: str, kind: Any, checkpoint: Path, tmp_path: Path) -> None:
     closed = Game.closed
     diagnosis = examine(config_of(checkpoint, tmp_path / "run", environment=environment), with_model=False)

@@ -89,6 +89,7 @@ PUBLIC: dict[str, tuple[str | dict[str, Any], Callable[[str], dict[str, Any]], l
 
 
 @pytest.mark.parametrize("name", PUBLIC)
+@pytest.mark.ci
 def test_a_correct_public_function_has_no_finding(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(FOLDER)
     function, row, golds = PUBLIC[name]
