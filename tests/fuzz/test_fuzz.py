@@ -6,6 +6,8 @@ from rewards.registry import BUILT_INS
 from tests.fuzz.campaign import run_built_in, run_outputs
 from tests.fuzz.completions import BATCH
 
+pytestmark = pytest.mark.ci
+
 FEW = 40
 
 

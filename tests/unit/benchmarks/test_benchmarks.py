@@ -59,6 +59,8 @@ from rl_vlm.passes.micro_batches import make_micro_batches
 from rl_vlm.rollout.hf import HFEngine
 from rl_vlm.types import RolloutRequest, Sampling
 
+pytestmark = pytest.mark.ci
+
 WORK = Workload(image_tokens=24, text_tokens=20, completion_tokens=10, num_generations=3)
 TRAJECTORIES = Workload(24, 20, 10, 3, observed_image_tokens=12, observed_text_tokens=20)
 
@@ -176,7 +178,6 @@ def setup(training, tmp_path_factory):
     return Setup.build(TOY, WORK, training, tmp_path_factory.mktemp("toy") / "model")
 
 
-@pytest.mark.ci
 def test_flops_are_those_that_torch_counts(setup):
     config = model_config(TOY)
     work, training = setup.work, setup.training
@@ -197,7 +198,6 @@ def test_flops_of_linear_attention_are_those_that_torch_counts(training, tmp_pat
     assert counted_flops(own_side(setup, True).run) == pytest.approx(expected, rel=0.06)
 
 
-@pytest.mark.ci
 def test_flops_of_trajectories_are_those_that_torch_counts(training, tmp_path):
     """Both rows have the same gradients too."""
     setup = Setup.build(TOY, TRAJECTORIES, training, tmp_path / "model")
@@ -268,7 +268,6 @@ def test_ratios_are_medians_over_rounds():
     assert ratio({"peer": [4.0, 9.0, 20.0], "ours": [2.0, 3.0, 2.0]}, "peer", "ours") == 3.0
 
 
-@pytest.mark.ci
 def test_peak_growth_sees_what_was_freed_again():
     # In a process of its own: tests before this one may have left free memory that no new page is needed for.
     code = (
@@ -431,7 +430,6 @@ def test_the_micro_batches_of_every_case_fill_the_budget(tower: str, image_cost:
         assert 4 <= len(first.completions) <= 5
 
 
-@pytest.mark.ci
 def test_a_tower_that_runs_apart_has_the_gradients_of_one_in_each_micro_batch(tmp_path: Path):
     case = vision_apart.Case.build("toy", tmp_path, checkpointing=False)
     apart, in_each = case.run(apart=True), case.run(apart=False)
@@ -476,7 +474,6 @@ def test_edited_contexts_have_the_gradients_of_contexts_apart(tmp_path: Path):
     assert [len(each.group.completions) for each in edited_contexts.contexts_apart(episodes.edited)] == [1] * 6
 
 
-@pytest.mark.ci
 def test_an_engine_waits_less_for_slow_tools_if_trajectories_advance_alone():
     arguments = "--prompts 2 --num-generations 4 --turn-seconds 0.1 --median 0.05 --fastest 0.01 --slowest 1".split()
     result = slow_tools.measure(slow_tools.parse(arguments))

@@ -24,6 +24,8 @@ from rl_vlm.reward.suite import RewardSuite
 from rl_vlm.types import TrainerState
 from tests.unit.reward.test_suite import group, rounded
 
+pytestmark = pytest.mark.ci
+
 TEXTS = ["<think>3 + 4</think><answer>7</answer>", "<answer>8</answer>", "seven", ""]
 CHAT = [[{"role": "assistant", "content": text}] for text in TEXTS]
 STATE = TrainerState(global_step=3, max_steps=10, epoch=0.5)
@@ -320,7 +322,6 @@ def called_by_hand(style: Style) -> list[Any]:
 
 
 @pytest.mark.parametrize("timeout", [None, 60.0], ids=["here", "in a worker"])
-@pytest.mark.ci
 def test_a_function_of_another_system_scores_as_called_by_hand(
     style: Style, timeout: float | None, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -18,6 +18,8 @@ from rewards.worker import Worker
 from rl_vlm.functions import load_function
 from tests.helpers.processes import is_gone
 
+pytestmark = pytest.mark.ci
+
 FUNCTIONS = """
 import gc, os, re, subprocess, sys, time
 from multiprocessing.connection import Connection
@@ -198,7 +200,6 @@ def test_loading_does_not_count(start, tmp_path):
     assert outcomes(start("behave", timeout=1.0).call(batches("a"))) == [1.0]
 
 
-@pytest.mark.ci
 def test_a_restart_after_a_crash_does_not_count_and_is_one_of_three(start, tmp_path):
     with (tmp_path / "mine.py").open("a") as file:
         file.write("\nslow_to_load()\n")

@@ -10,6 +10,8 @@ from rl_vlm.run.verdict import Outcome, judge
 from tests.helpers.run_directory import evidence_in
 from tests.helpers.verdict_runs import RECORDS, RUNS
 
+pytestmark = pytest.mark.ci
+
 GROUP_METRICS = (
     "reward_best_of_group", "completions/distinct_answers", "completions/num_groups", "frac_reward_faults",
     "sampling/iteration",

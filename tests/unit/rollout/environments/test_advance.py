@@ -23,6 +23,8 @@ from tests.unit.rollout.environments.test_driver import Game, Run, toolbox_of
 from tests.unit.rollout.environments.test_steps import Walk
 from tests.unit.rollout.environments.test_steps import run as run_steps
 
+pytestmark = pytest.mark.ci
+
 
 @pytest.fixture(scope="module")
 def builder(tmp_path_factory: pytest.TempPathFactory) -> PromptBuilder:

@@ -26,6 +26,8 @@ from tests.helpers.processes import is_gone
 from tests.helpers.templates import builder_of
 from tests.unit.rollout.environments.test_driver import Run
 
+pytestmark = pytest.mark.ci
+
 ROOT = Path(__file__).parents[4]
 
 
@@ -76,7 +78,6 @@ def test_values_arrive_as_they_were_sent() -> None:
         assert unpacked(packed(value)) == value
 
 
-@pytest.mark.ci
 def test_a_fault_ends_its_completion_and_nothing_else(builder: PromptBuilder, tmp_path: Path) -> None:
     """`tests/integration/test_isolation.py` has all kinds of faults, at random."""
     hows = ["go", "null", "leak", "orphans", "deaf", "raise"]
@@ -127,7 +128,6 @@ def test_a_reply_that_is_too_large_is_a_failure(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("protocol", ["steps", "tools"])
-@pytest.mark.ci
 def test_the_process_imports_no_torch(protocol: str) -> None:
     """An environment that needs none of it starts in a second, with 30 MB."""
     kind = toolbox_of("tests.helpers.faulty:Modules", environment_protocol=protocol).kinds[None]

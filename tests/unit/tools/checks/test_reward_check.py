@@ -10,6 +10,8 @@ import pytest
 from launch import cli
 from tests.helpers.tiers import in_tiers
 
+pytestmark = pytest.mark.ci
+
 BUGS: dict[str, tuple[str, set[str]]] = {
     "constant": ("return [1.0 for _ in completions]", {"constant"}),
     "inverted": ("return [-exact(c, s) for c, s in zip(completions, solution)]", {"inverted"}),
@@ -70,7 +72,6 @@ def kinds(report: dict) -> set[str]:
 
 
 @pytest.mark.parametrize("bug", in_tiers(BUGS, BUGS.keys() - {"slow"}))
-@pytest.mark.ci
 def test_a_planted_fault_is_found(bug: str, capsys: pytest.CaptureFixture[str]) -> None:
     body, expected = BUGS[bug]
     Path("mine.py").write_text(SOURCE.format(body=body))
@@ -84,7 +85,6 @@ def test_a_planted_fault_is_found(bug: str, capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     "target", ["mine.py:f", "exact_match", "numeric", "format_tags", "edit_similarity", "rouge_l", "repetition"]
 )
-@pytest.mark.ci
 def test_a_sound_function_has_no_error(target: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path("mine.py").write_text(SOURCE.format(body=SOUND))
     status, report = check(target, capsys)
@@ -116,7 +116,6 @@ OF_OTHERS = {
 
 
 @pytest.mark.parametrize("style", OF_OTHERS)
-@pytest.mark.ci
 def test_a_sound_function_of_another_system_has_no_finding(style: str, capsys: pytest.CaptureFixture[str]) -> None:
     exact = SOURCE.partition("def f(")[0]
     Path("mine.py").write_text(exact + OF_OTHERS[style])
@@ -151,7 +150,6 @@ def f(completions, solution):
         ("box[1].split()[-1:] == [s]", set()),
     ],
 )
-@pytest.mark.ci
 def test_cheats_have_the_form_that_the_function_reads(
     test: str, expected: set[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -163,7 +161,6 @@ def test_cheats_have_the_form_that_the_function_reads(
 
 
 @pytest.mark.parametrize("place", [0, 5, 11])
-@pytest.mark.ci
 def test_a_gold_answer_on_which_a_function_raises_is_a_finding_on_its_row(
     place: int, capsys: pytest.CaptureFixture[str]
 ) -> None:

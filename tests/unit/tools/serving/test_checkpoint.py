@@ -12,6 +12,8 @@ from rl_vlm.errors import CheckpointError, ConfigError, ModelError
 from rl_vlm.tools.serving.checkpoint import find_served
 from tests.helpers.tiny_run import make_config
 
+pytestmark = pytest.mark.ci
+
 
 def write_checkpoint(run: Path, step: int, name: str = "config.json") -> Path:
     unfinished = store.unfinished_path(run, step)
@@ -92,7 +94,6 @@ def test_settings_of_vllm_count_if_it_serves(tmp_path):
 
 
 @pytest.mark.parametrize("override", ["learning_rate=1", "system_prompt=Hello", "engine=vllm", "model_name_or_path=x"])
-@pytest.mark.ci
 def test_settings_without_effect_are_refused(run, override):
     with pytest.raises(ConfigError, match=r"no effect on `rl-vlm chat`, which reads .*data.max_pixels"):
         find_served(str(run), "hf", [override])
