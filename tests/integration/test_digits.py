@@ -14,7 +14,7 @@ from PIL import Image
 from examples.digits.digits import held_out_rows, teach_format, train_rows
 from launch import cli
 from rl_vlm.tiny.build import build_tiny
-from rl_vlm.tiny.hybrid import HYBRID
+from tests.tiny.hybrid import HYBRID
 
 ACCURACY = "rewards/exact_match/mean"
 

@@ -15,12 +15,12 @@ from rl_vlm.model.loading import why_not_shared
 from rl_vlm.model.policy import Policy
 from rl_vlm.model.shared_prefix import RowLayout
 from rl_vlm.model.shared_state import CONVOLUTION, DELTA_RULE, SharedRow, delta_rule_of_row, routed
-from rl_vlm.tiny.hybrid import HYBRID
 from rl_vlm.types import Forward
 from tests.helpers.builders import make_policy, whole
 from tests.helpers.family_parity import case_groups
 from tests.helpers.tiers import families_in_tiers
 from tests.tiny.build import TINY_FAMILIES
+from tests.tiny.hybrid import HYBRID
 
 Change = Callable[[Policy, pytest.MonkeyPatch], None]
 

@@ -13,11 +13,27 @@ from rl_vlm.tiny import build, families
 from rl_vlm.tiny.family import TinyFamily
 from rl_vlm.tiny.qwen import qwen3_vl
 from tests.tiny.cache import CACHE
+from tests.tiny.cohere import COHERE
+from tests.tiny.deepseek import DEEPSEEK
+from tests.tiny.gemma import GEMMA
+from tests.tiny.glm import GLM
+from tests.tiny.grids import GRIDS
+from tests.tiny.hybrid import HYBRID
+from tests.tiny.llava import LLAVA
+from tests.tiny.mllama import MLLAMA
+from tests.tiny.ocr import OCR
+from tests.tiny.omni import OMNI
+from tests.tiny.sparse import SPARSE
+from tests.tiny.tiles import TILES
 from tests.tiny.unlisted import UNLISTED
 
 NUM_DEEPSTACK = 3
 """Of Qwen3-VL: the order of fewer would not show."""
-ALL_FAMILIES: dict[str, TinyFamily] = families.TINY_FAMILIES | qwen3_vl(NUM_DEEPSTACK)
+ALL_FAMILIES: dict[str, TinyFamily] = {
+    **families.TINY_FAMILIES, **qwen3_vl(NUM_DEEPSTACK), **GLM, **LLAVA, **TILES, **GEMMA, **COHERE, **DEEPSEEK, **OCR,
+    **MLLAMA, **HYBRID, **GRIDS, **OMNI, **SPARSE,
+}  # fmt: skip
+"""Some need a newer transformers, or a package such as timm."""
 TINY_FAMILIES = {
     name: family for name, family in ALL_FAMILIES.items() if name not in FAMILIES or FAMILIES[name].is_available
 }

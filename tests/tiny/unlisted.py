@@ -7,22 +7,22 @@ from typing import Any
 import transformers
 from transformers import PreTrainedConfig, ProcessorMixin
 
-from rl_vlm.tiny.families import TINY_FAMILIES
 from rl_vlm.tiny.family import TinyFamily, chat_template, layer_sizes, text_sizes, vision_sizes
 from rl_vlm.tiny.gemma import SIGLIP
-from rl_vlm.tiny.llava import GRIDS, PIXTRAL_TOKENS, TILE
+from rl_vlm.tiny.internvl import INTERNVL, INTERNVL_TOKENS, ONE_TILE
+from rl_vlm.tiny.qwen import QWEN, qwen_processor, token_ids
 from rl_vlm.tiny.qwen import SPECIAL_TOKENS as QWEN_TOKENS
-from rl_vlm.tiny.qwen import qwen_processor, token_ids
-from rl_vlm.tiny.tiles import INTERNVL_TOKENS, ONE_TILE, TOKENS_PER_TILE
+from tests.tiny.glm import GLM
+from tests.tiny.llava import GRIDS, PIXTRAL_TOKENS, TILE
+from tests.tiny.tiles import TOKENS_PER_TILE
 
 IMAGE, VIDEO = "<image>", "<video>"
 SIGLIP_TOWER = SIGLIP | {"model_type": "siglip_vision_model"}
 CLIP_TOWER = vision_sizes(patch_size=4, image_size=16) | {"model_type": "clip_vision_model"}
 
 
-def renamed(family: str, config_class: str) -> TinyFamily:
+def renamed(parts: TinyFamily, config_class: str) -> TinyFamily:
     """Return a tiny model whose config has the fields of a family's and another class."""
-    parts = TINY_FAMILIES[family]
 
     def config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
         fields = parts.config(tokenizer, hidden_size).to_dict()
@@ -128,7 +128,7 @@ def cosmos3_edge_processor(tokenizer: Any) -> ProcessorMixin:
 
 
 def cosmos3_omni_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
-    parts = TINY_FAMILIES["qwen3_vl"].config(tokenizer, hidden_size)
+    parts = QWEN["qwen3_vl"].config(tokenizer, hidden_size)
     return transformers.Cosmos3OmniConfig(
         text_config=parts.text_config, vision_config=parts.vision_config, **token_ids(tokenizer)
     )
@@ -255,7 +255,7 @@ MUSE_TOKENS = (
 )  # fmt: skip
 PIXTRAL_NAMES = {"image_token": "[IMG]", "image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"}
 DEEPSEEK_NAMES = {"image_token": "<image_placeholder>", "boi_token": "<boi>", "eoi_token": "<eoi>"}
-INTERNVL_NAMES = TINY_FAMILIES["internvl"].token_names
+INTERNVL_NAMES = INTERNVL["internvl"].token_names
 IDEFICS2_NAMES = {"image_token": IMAGE, "image_boundary_token": "<fake>"}
 QWEN3_PROCESSOR = qwen_processor("Qwen3VLProcessor", "Qwen3VLVideoProcessor")
 
@@ -274,7 +274,7 @@ UNLISTED: dict[str, TinyFamily] = {
     ),
     "muse_glimmer": TinyFamily(MUSE_TOKENS, muse_glimmer_config, muse_glimmer_processor),
     "hybrid": TinyFamily((IMAGE, VIDEO), hybrid_config, llava_like("VipLlavaConfig", clip_images).processor),
-    "glmga": renamed("glm46v", "GlmgaConfig"),
+    "glmga": renamed(GLM["glm46v"], "GlmgaConfig"),
 }
 
 REFUSED = {

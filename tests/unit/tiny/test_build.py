@@ -8,11 +8,10 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText
 
 from rl_vlm.errors import ConfigError
-from rl_vlm.tiny.build import build_tiny
-from rl_vlm.tiny.families import TINY_FAMILIES
 from rl_vlm.tiny.family import Resolution
 from tests.helpers.builders import make_prompt, noise_image
 from tests.helpers.stock import model_inputs
+from tests.tiny.build import ALL_FAMILIES, build_tiny
 
 RESIZABLE = [
     "gemma3",
@@ -28,7 +27,7 @@ RESIZABLE = [
 
 
 def test_the_families_with_any_resolution():
-    assert sorted(name for name, family in TINY_FAMILIES.items() if family.is_resizable) == RESIZABLE
+    assert sorted(name for name, family in ALL_FAMILIES.items() if family.is_resizable) == RESIZABLE
 
 
 def test_pixels_are_normalized_with_these_values(tmp_path: Path):

@@ -1,18 +1,18 @@
-"""Families that cut an image into square tiles: InternVL, Ovis2, Idefics3, SmolVLM and Step 3.7."""
+"""Families that cut an image into square tiles: Ovis2, Idefics3, SmolVLM and Step 3.7."""
 
 from __future__ import annotations
 
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rl_vlm.tiny.family import Resolution, TinyFamily, chat_template, hf_class, text_sizes, vision_sizes
+from rl_vlm.tiny.family import TinyFamily, chat_template, hf_class, text_sizes, vision_sizes
 from rl_vlm.tiny.gemma import sliding_sizes
-from rl_vlm.tiny.llava import TILE
+from rl_vlm.tiny.internvl import ONE_TILE
+from tests.tiny.llava import TILE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, ProcessorMixin
 
-INTERNVL_TOKENS = ("<IMG_CONTEXT>", "<img>", "</img>", "<video>")
 OVIS2_INDICATORS = ("<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>")
 """Tokens around and between an image's tiles whose embeddings come from the vision tower's own table."""
 OVIS2_TOKENS = ("<image>", "<IMG_ATOM>", *OVIS2_INDICATORS)
@@ -20,31 +20,7 @@ IDEFICS3_TOKENS = (
     "<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>",
     *(f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)),
 )  # fmt: skip
-ONE_TILE = Resolution(16, 2)
-"""A tile has patches of 4 x 4 pixels, of which each 2 x 2 become one token."""
 TOKENS_PER_TILE = ONE_TILE.num_tokens
-
-
-def _internvl_config(tokenizer: Any, hidden_size: int, resolution: Resolution = ONE_TILE) -> PreTrainedConfig:
-    return hf_class("InternVLConfig")(
-        text_config=text_sizes(tokenizer, hidden_size, "qwen2"),
-        vision_config=vision_sizes(resolution.patch_size(merged=2), resolution.side, num_layers=1),
-        image_token_id=tokenizer.context_image_token_id,
-        image_seq_length=resolution.num_tokens,
-    )
-
-
-def _internvl_processor(tokenizer: Any, resolution: Resolution | None = None) -> ProcessorMixin:
-    """Build a processor that cuts images into up to four tiles, or into one of a given resolution."""
-    tile = resolution or ONE_TILE
-    cropping: dict[str, Any] = {"crop_to_patches": resolution is None, "max_patches": 1 if resolution else 4}
-    return hf_class("InternVLProcessor")(
-        image_processor=hf_class("GotOcr2ImageProcessor")(size=tile.size, **cropping),
-        tokenizer=tokenizer,
-        video_processor=hf_class("InternVLVideoProcessor")(size=tile.size),
-        image_seq_length=tile.num_tokens,
-        chat_template=chat_template("<IMG_CONTEXT>", "<video>"),
-    )
 
 
 def _ovis2_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
@@ -123,18 +99,6 @@ def _step3p7_processor(tokenizer: Any) -> ProcessorMixin:
 
 
 TILES: dict[str, TinyFamily] = {
-    "internvl": TinyFamily(
-        INTERNVL_TOKENS,
-        _internvl_config,
-        _internvl_processor,
-        {
-            "context_image_token": "<IMG_CONTEXT>",
-            "start_image_token": "<img>",
-            "end_image_token": "</img>",
-            "video_token": "<video>",
-        },
-        is_resizable=True,
-    ),
     "ovis2": TinyFamily(OVIS2_TOKENS, _ovis2_config, _ovis2_processor),
     "idefics3": TinyFamily(IDEFICS3_TOKENS, partial(_idefics3_config, "Idefics3Config"), _idefics3_processor),
     "step3p7": TinyFamily(STEP_TOKENS, _step3p7_config, _step3p7_processor, {"image_token": "<im_patch>"}),

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_vlm.tiny import qwen
 from rl_vlm.tiny.family import TinyFamily, chat_template, hf_class, text_sizes
-from rl_vlm.tiny.hybrid import gated_delta_sizes, slow_decay
+from tests.tiny.hybrid import gated_delta_sizes, slow_decay
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, ProcessorMixin
