@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import re
+import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from rewards.contract import Fault, Score, plain
@@ -12,7 +15,8 @@ from rewards.text import Completion, final_text, gold_text, score_golds, unboxed
 
 LONGEST_ANSWER = 1_000
 SECONDS_PER_STEP = 1
-"""Time limit for parsing an answer, and for comparing it. If a step takes longer, the answer scores 0.0."""
+"""CPU time for parsing an answer, and for comparing it. If a step takes longer, the answer scores 0.0."""
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limit is off
 
 DELIMITERS = re.compile(r"\$[^$]+\$|\\\(|\\\[")
 SCIENTIFIC = re.compile(r"(?<=[0-9.])[eE]([-+]?[0-9]{1,3})(?![0-9])")
@@ -61,7 +65,8 @@ def _gold_text(solution: Any) -> str | Fault | None:
 def _is_equal(answer: list[Any], gold: list[Any]) -> float:
     from math_verify import verify
 
-    return float(bool(answer) and verify(gold, answer, timeout_seconds=_seconds()))
+    with limited():
+        return float(bool(answer) and verify(gold, answer, timeout_seconds=None))
 
 
 def parsed(text: str) -> list[Any]:
@@ -75,7 +80,8 @@ def parsed(text: str) -> list[Any]:
     if TOO_LARGE.search(answer) or contradicts_itself(answer):
         return []
     latex = answer if DELIMITERS.search(answer) else rf"\boxed{{{answer}}}"
-    return parse(latex, [LatexExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=_seconds())
+    with limited():
+        return parse(latex, [LatexExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=None)
 
 
 def as_latex(answer: str) -> str:
@@ -92,6 +98,25 @@ def contradicts_itself(answer: str) -> bool:
     return len({float(side) for side in sides if NUMBER.fullmatch(side)}) > 1
 
 
-def _seconds() -> int:
-    """Return math-verify's time limit, or 0 for none. It uses signals, so it needs the main thread."""
-    return SECONDS_PER_STEP if threading.current_thread() is threading.main_thread() else 0
+@contextmanager
+def limited() -> Iterator[None]:
+    """Stop a call of math-verify after `SECONDS_PER_STEP` of CPU time, so that scores are the same on a busy machine.
+
+    math-verify's own limit is in wall time. Signals need the main thread: in other threads there is no limit.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGPROF, _stop)
+    signal.setitimer(signal.ITIMER_PROF, SECONDS_PER_STEP, SECONDS_PER_STEP)  # again for each pair of expressions
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
+
+
+def _stop(*_: Any) -> None:
+    from math_verify.errors import TimeoutException
+
+    raise TimeoutException  # which math-verify catches

@@ -3,7 +3,6 @@
 import random
 import re
 import string
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -82,10 +81,9 @@ def latex_pairs() -> list[tuple[str, str]]:
 
 
 @pytest.mark.ci
-def test_maths_agrees_with_math_verify(monkeypatch):
+def test_maths_agrees_with_math_verify():
     from math_verify import parse, verify
 
-    monkeypatch.setattr(sys.modules["rewards.answers.maths"], "SECONDS_PER_STEP", 30)  # a busy machine is slow
     pairs = latex_pairs()
     scores = maths([answer for _, answer in pairs], [gold for gold, _ in pairs])
     assert scores == [
@@ -115,9 +113,14 @@ SLOW = [r"$\binom{99999999}{5000000}$", "(x+y+z)^{500}", r"9^{9\cdot 9^9}", r"\f
 @pytest.mark.parametrize("text", SLOW)
 def test_maths_stops_after_two_seconds(text):
     maths(["7"], ["7"])
-    started = time.perf_counter()
+    started = time.process_time()
     assert maths([text], ["7"]) == [0.0]
-    assert time.perf_counter() - started < 4.0
+    assert time.process_time() - started < 4.0
+
+
+def test_seconds_that_other_programs_take_do_not_count(monkeypatch):
+    monkeypatch.setattr("math_verify.grader.sympy_expr_eq", lambda *_, **__: time.sleep(1.5) or True)
+    assert maths(["7"], ["7"]) == [1.0]
 
 
 @pytest.mark.parametrize("gold", ["9^9^9", "99999999!", "2^{100000}", "7" * 2000, "", r"\frac{"])

@@ -4,7 +4,6 @@ import inspect
 
 import pytest
 
-from rewards.answers import maths
 from rewards.calling import Call
 from rewards.contract import Fault
 from rewards.judges.reply import read_reply
@@ -15,12 +14,6 @@ PENALTIES = ("overlong", "repetition")
 """Functions whose maximum is 0.0."""
 SCORES = list(stated_scores(PAGE.read_text()))
 REPLIES = list(stated_replies(PAGE.read_text()))
-
-
-@pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give mathematics time on a machine that does other things as well."""
-    monkeypatch.setattr(maths, "SECONDS_PER_STEP", 30)
 
 
 @pytest.mark.parametrize("stated", SCORES, ids=str)
