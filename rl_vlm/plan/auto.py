@@ -40,14 +40,18 @@ def start_budget(
     """Return the budget that a run starts with, and the memory plan, if one was made.
 
     The settings give the budget, or with `auto` the plan, which ignores how much memory is free. All ranks get the same
-    budget. `prompts` are some prompts of the run; the plan is made for the longest. A memory profile needs a plan even
-    if the settings give the budget.
+    budget. `prompts` are some prompts of the run; the plan is made for the longest. To build them and to plan leaves
+    the global random states as they are. A memory profile needs a plan even if the settings give the budget.
     """
     tokens = config.memory.micro_batch_tokens
     if tokens != "auto" and not config.log.memory_profile:
         return PlannedBudget(tokens), None
     with ranks.agree():
-        made = [planned_budget(config, initial, ranks, prompts)] if ranks.is_main else []
+        before = random_states()
+        try:
+            made = [planned_budget(config, initial, ranks, prompts)] if ranks.is_main else []
+        finally:
+            restore_random_states(before)
     ((planned, plan),) = ranks.gather(made)
     return (planned if tokens == "auto" else replace(planned, tokens=tokens, patch_price=0.0)), plan
 
@@ -67,7 +71,6 @@ def planned_budget(
         return unplanned("no row of the data makes a prompt")
     if family_of(checkpoint_config(base_of(initial), config.model)).is_derived:
         return unplanned("its model_type has no row in the table of families")
-    before = random_states()
     try:
         needs_none = not on_gpu and surely_fits(config, initial, hardware, longest)
         if needs_none and not config.log.memory_profile:
@@ -76,8 +79,6 @@ def planned_budget(
         model = traced_model(config, initial, read_config(config, initial), longest, on_gpu)
     except (RuntimeError, ValueError, TypeError, AttributeError, LookupError) as error:  # from the model's own code
         return unplanned(shorten(repr(error), 200))
-    finally:
-        restore_random_states(before)
     plan = plan_memory(config, hardware, model)
     tokens = plan.micro_batch_tokens if on_gpu else min(plan.micro_batch_tokens, CPU_TOKENS)
     logger.info(

@@ -12,6 +12,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 from rl_vlm.config.batches import batch_sizes
+from rl_vlm.config.data_names import num_draws
 from rl_vlm.config.data_sources import data_sources
 from rl_vlm.config.function_names import names_function
 from rl_vlm.config.schema import DataConfig, RunConfig
@@ -101,7 +102,7 @@ def inspect_model(config: RunConfig) -> Model:
     """
     with config_directory(config) as directory:
         found = read_config(config, directory)
-        size = prompt_size(config, found, native_or_frames(config, directory))
+        size = prompt_size(config, found, planned_format(config, directory))
         model = traced_model(config, directory, found, make_prompt(found, size), on_gpu=True)
         return replace(model, num_frames=size.num_frames)
 
@@ -170,11 +171,25 @@ def prompt_size(config: RunConfig, model_config: Any, video_format: VideoFormat 
     return replace(size, text_tokens=longest - media_tokens)
 
 
+def planned_format(config: RunConfig, directory: str) -> VideoFormat:
+    """Return how the model gets the videos that the plan assumes. If rows have none, environments show them.
+
+    Raises ConfigError like `native_or_frames`.
+    """
+    rows_are_empty = all(num_draws(entry.name) is not None for entry in data_sources(config.data, "train"))
+    by_environments = config.data.text_only or rows_are_empty
+    if by_environments and not config.rollout.facts.samples_from_policy:
+        return "frames"
+    return native_or_frames(config, directory)
+
+
 def has_videos(data: DataConfig) -> bool:
     """Return whether the settings or the first row of a data file name videos. Data elsewhere is not opened."""
     entries = data_sources(data, "train")
     named = {key for entry in entries for key in entry.columns}
     if named.intersection(VIDEO_COLUMNS) or any(getattr(data, name) is not None for name in OF_VIDEOS):
+        return True
+    if "max_frames" in data.model_fields_set:
         return True
     if not all(Path(entry.name).is_file() for entry in entries):
         return False

@@ -84,9 +84,8 @@ def observed(config: RunConfig, model: Model) -> str:
     number = observed_images(config.rollout, model.image_tokens)
     contexts = config.rollout.max_contexts
     edited = f" in each of up to {contexts:,} contexts," if contexts > 1 else ""
-    return (
-        f"{edited} with observations, of which up to {number:,} are assumed to have an image as large as the prompt's"
-    )
+    shown = "a video" if model.num_frames else "an image"
+    return f"{edited} with observations, of which up to {number:,} are assumed to have {shown} as large as the prompt's"
 
 
 def limits(config: RunConfig, hardware: Hardware, model: Model, plan: MemoryPlan) -> Iterator[str]:

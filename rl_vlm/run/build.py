@@ -163,7 +163,8 @@ def build_parts(config: RunConfig, opened: ExitStack, instruments: Sequence[Make
         opened.callback(toolbox.close)
         opened.enter_context(rewards).check_weights()
     data = load_data(config, saved, rewards, toolbox, plan, ranks)
-    planned, memory_plan = start_budget(config, data.initial, ranks, islice(data.prompts(), NUM_PLANNED))
+    trajectories = trajectories_of(config, toolbox, data, rewards, ranks, opened)
+    planned, memory_plan = start_budget(config, data.initial, ranks, planned_prompts(config, data, trajectories))
     with ranks.agree():
         observed = Observed(config, ranks, directory.path, memory_plan)
         made = [instrument for make in instruments if (instrument := make(observed)) is not None]
@@ -191,7 +192,6 @@ def build_parts(config: RunConfig, opened: ExitStack, instruments: Sequence[Make
     cost = cost_of_groups(policy, budget.price, config.memory.prefix_sharing, has_reference=reference is not None)
     num_draws = progress.max_steps * plan.prompts_per_step // plan.num_iterations
     log = CompletionsLog(directory.path, ranks, config.log, min(num_draws, len(data.usable)))
-    trajectories = trajectories_of(config, toolbox, data, rewards, ranks, opened)
     collector = Collector(
         config, ranks, build_loader(config, plan, data, ranks, large_prompts), engine, rewards, log, cost, trajectories
     )
@@ -203,6 +203,12 @@ def build_parts(config: RunConfig, opened: ExitStack, instruments: Sequence[Make
         config, ranks, strategy, directory, saved, trackers, rewards, data, evaluator, collector, trainer, budget, made,
         sources,
     )  # fmt: skip
+
+
+def planned_prompts(config: RunConfig, data: Data, trajectories: Trajectories | None) -> Iterator[Prompt]:
+    """Yield the prompts of the first rows, as their environments start them. Nothing is built or reset before."""
+    prompts = islice(data.prompts(), NUM_PLANNED)
+    return prompts if trajectories is None else trajectories.starting_prompts(prompts, config.train.seed)
 
 
 def checked_large_prompts(data: Data, budget: TokenBudget, ranks: Ranks) -> LargePrompts:

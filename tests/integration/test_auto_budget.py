@@ -2,8 +2,11 @@
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -136,6 +139,56 @@ def test_without_a_prompt_the_budget_is_fixed(checkpoint: Path, tmp_path: Path, 
     planned, plan = auto.planned_budget(config, str(checkpoint), Ranks(), [])
     assert (planned.tokens, plan) == (8192, None)
     assert "no memory plan can be made (no row of the data makes a prompt)" in caplog.text
+
+
+class Clips:
+    """Shows a clip of 6 frames of 24 x 16 pixels, and of 2 frames at every other start."""
+
+    def __init__(self) -> None:
+        self.num_starts = 0
+
+    def reset(self, **columns: Any) -> list[dict[str, Any]]:
+        self.num_starts += 1
+        frames = np.zeros((6 if self.num_starts % 2 else 2, 16, 24, 3), np.uint8)
+        np.random.rand()
+        return [{"type": "text", "text": "What moves?"}, {"type": "video", "video": frames}]
+
+    def look(self) -> str:
+        """Look."""
+        return "Nothing."
+
+    def get_reward(self) -> float:
+        return 1.0
+
+
+def test_the_plan_sees_clips_that_only_an_environment_shows(checkpoint: Path, tmp_path: Path, monkeypatch):
+    """6 x 4 patches of 4 pixels for each of 3 pairs of frames, or for each of 6 frames that are images."""
+    planned: list[tuple[int, int]] = []
+
+    def traced(*given: Any, **settings: Any) -> Any:
+        model = traced_model(*given, **settings)
+        planned.append((model.image_tokens, model.patches))
+        return model
+
+    monkeypatch.setattr(auto, "traced_model", traced)
+    monkeypatch.setattr(auto, "surely_fits", lambda *_: False)
+    clips = {"environment": f"{__name__}:Clips", "dataset_name": "draws:20", "micro_batch_tokens": "auto"}
+    for form in ("native", "frames"):
+        config = make_config(checkpoint, tmp_path / form, video_format=form, **clips)
+        run = Run(config)
+        run.close()
+        assert run.parts.budget.planned.patch_price > 0
+    assert planned == [(18, 72), (36, 144)]
+
+
+def test_a_plan_leaves_the_random_states(checkpoint: Path, tmp_path: Path):
+    def drawn() -> Iterator[Prompt]:
+        np.random.rand()
+        yield from ()
+
+    np.random.seed(0)
+    auto.start_budget(make_config(checkpoint, tmp_path, micro_batch_tokens="auto"), str(checkpoint), Ranks(), drawn())
+    assert np.random.rand() == 0.5488135039273248  # the first number of seed 0
 
 
 class GivenMemory:

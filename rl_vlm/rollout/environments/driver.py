@@ -6,8 +6,9 @@ engine that takes requests at any time, each advances on its own.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -31,6 +32,8 @@ UNLIKE_STARTS = "environment/unlike_starts"
 """Counts groups whose completions started unlike each other."""
 TURN_LOST = "server"
 """Kind of the fault of a turn that no server can sample."""
+
+logger = logging.getLogger(__name__)
 
 
 class Trajectories:
@@ -83,6 +86,27 @@ class Trajectories:
             Group(request.group_id, request.prompt, [m.completion for m in members], engine.policy_version)
             for request, members in zip(requests, by_request, strict=True)
         ]
+
+    def starting_prompts(self, prompts: Iterable[Prompt], seed: int) -> Iterator[Prompt]:
+        """Yield the prompts that completions of these start with, for a memory plan: with what `reset` shows.
+
+        One environment after the other is reset. If a reset fails, yield the prompt without it.
+        """
+        for index, prompt in enumerate(prompts):
+            (member,) = self.members(RolloutRequest(f"plan/{index}", prompt), 1)
+            if member.kind is None or (instance := self.instances.acquire(member.kind)) is None:
+                yield prompt
+                continue
+            member.instance = instance
+            course = Course(self.turns.reset(member, seed))
+            course.resume()
+            settle([course], self.limits.tool_timeout)
+            self.instances.release(instance)
+            self.take_counters()  # they are about rollouts
+            if fault := member.completion.fault:
+                reason = fault.partition(": ")[2]
+                logger.warning("%s is planned without what its environment shows: %s", prompt.name, reason)
+            yield member.prompt
 
     def members(self, request: RolloutRequest, num: int) -> list[Member]:
         """Return the completions of a group before their first turn."""

@@ -54,18 +54,25 @@ class TurnRunner:
 
     def run(self, member: Member, sampling: Sampling) -> Steps:
         """Run a completion. Yields a call that it waits for, or None if its next turn is to be sampled."""
-        assert member.instance is not None
-        if member.kind is not None:
-            arguments = own_copy(member.kind.reset_arguments(offered(member.request, sampling.seed)))
-            calls = member.instance.start(arguments, self.limits.max_image_pixels, member.format.prompt_rule)
-            yield from self.until_answered(calls)
-            self.start(member, calls)
+        yield from self.reset(member, sampling.seed)
         while member.is_active:
             yield None
             if (running := self.begin(member)) is not None:
                 yield from self.until_answered(running.calls)
                 self.observe(running, sampling.max_completion_length)
         yield from self.finish(member)
+
+    def reset(self, member: Member, seed: int) -> Steps:
+        """Reset the environment of a completion, if it has one, which may give it another prompt.
+
+        Yields a call that it waits for. If the reset fails, the completion ends as a fault.
+        """
+        assert member.instance is not None
+        if member.kind is not None:
+            arguments = own_copy(member.kind.reset_arguments(offered(member.request, seed)))
+            calls = member.instance.start(arguments, self.limits.max_image_pixels, member.format.prompt_rule)
+            yield from self.until_answered(calls)
+            self.start(member, calls)
 
     def until_answered(self, calls: Sequence[QueuedCall | str]) -> Steps:
         """Wait for one call after the other, until all have ended or one is a fault."""

@@ -9,7 +9,7 @@ from transformers import AutoConfig
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.errors import ConfigError
 from rl_vlm.model.families import FAMILIES
-from rl_vlm.plan.build import ASSUMED_FRAME_PIXELS, ASSUMED_PIXELS, prompt_size
+from rl_vlm.plan.build import ASSUMED_FRAME_PIXELS, ASSUMED_PIXELS, planned_format, prompt_size
 from rl_vlm.plan.tracing.groups import MERGED, RESIZED, TILED, PromptSize, make_group, make_prompt
 from rl_vlm.types import VideoFormat
 from tests.helpers import builders
@@ -75,6 +75,7 @@ def test_the_plan_has_a_video_if_the_data_has_one(tmp_path: Path):
     assert size() == PromptSize(ASSUMED_PIXELS, 256)
     assert size(num_frames=8, video_max_pixels=1024) == PromptSize(1024, 256, 8)
     assert size(columns={"video": "clip"}) == PromptSize(ASSUMED_FRAME_PIXELS, 256, 64)
+    assert size(max_frames=16) == PromptSize(ASSUMED_FRAME_PIXELS, 256, 16)
     assert size(fps=1.0, max_frames=16, video_total_pixels=32_000).image_pixels == 2000
     # four pairs of frames of 8 x 8 patches, of which four are a token
     assert size(num_frames=8, video_max_pixels=1024, max_prompt_length=100) == PromptSize(1024, 36, 8)
@@ -85,6 +86,23 @@ def test_the_plan_has_a_video_if_the_data_has_one(tmp_path: Path):
     assert size(dataset_name=str(file)).num_frames == 64
     file.write_text('{"prompt": "?", "image": "a.png"}\n')
     assert size(dataset_name=str(file)).num_frames == 0
+
+
+def test_videos_that_only_environments_show_are_frames_for_an_engine_with_its_own_weights(tmp_path: Path):
+    checkpoint = str(build_tiny("qwen2_5_vl", tmp_path / "model"))
+
+    def form(engine: str, **data: Any) -> VideoFormat:
+        given = {
+            "model": {"model_name_or_path": checkpoint}, "data": {"dataset_name": "org/data", "max_frames": 8} | data,
+            "rollout": {"engine": engine, "environment": "films.py:Films"},
+        }  # fmt: skip
+        return planned_format(RunConfig.model_validate(given), checkpoint)
+
+    assert [form("hf"), form("vllm")] == ["native", "native"]  # of rows
+    assert [form("hf", text_only=True), form("vllm", text_only=True)] == ["native", "frames"]
+    drawn = {"dataset_name": "draws:100"}
+    assert [form("hf", **drawn), form("vllm", **drawn)] == ["native", "frames"]
+    assert form("hf", **drawn, video_format="frames") == "frames"
 
 
 def test_a_family_with_other_images_is_refused(tmp_path: Path):

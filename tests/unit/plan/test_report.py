@@ -80,6 +80,8 @@ def test_the_plan_says_what_it_assumes_of_observations():
         "completions of 380 with observations, of which up to 3 are assumed to have an image as large as the prompt's\n"
     ) in text
     assert plan_data(run, MACHINES, model, plan)["observed_images"] == 3
+    text = describe_plan(run, MACHINES, replace(model, num_frames=4), plan)
+    assert "of which up to 3 are assumed to have a video as large as the prompt's\n" in text
     edits = run_config(rollout={"tools": ["tools.py:crop"], "max_turns": 4, "keep_images": 1, "edit_every": 2})
     assert "completions of 380 in each of up to 2 contexts, with observations, of which up to 2 are" in describe_plan(
         edits, MACHINES, model, plan

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rl_vlm.config.schema import RolloutConfig
@@ -195,6 +196,37 @@ def test_an_environment_draws_into_its_own_copy_of_a_row(builder: PromptBuilder)
 
     run = Run(builder, scripted("Done"), toolbox_of(Drawing), rows=[{"marks": []}], num=3)
     assert len({completion.start for completion in run.groups[0].completions}) == 1
+
+
+def test_prompts_are_planned_with_what_reset_shows(builder: PromptBuilder, caplog: pytest.LogCaptureFixture) -> None:
+    """In the instance that exists already. The second reset fails, the fourth hangs."""
+
+    class Film(Game):
+        def reset(self, start: int, **columns: Any) -> list[dict[str, Any]]:
+            if start == 1:
+                raise OSError("the projector is down")
+            time.sleep(30 if start == 3 else 0)
+            film = {"type": "video", "video": np.zeros((start + 2, 8, 8, 3), np.uint8)}
+            return [{"type": "text", "text": "<|im_end|>"}, film]
+
+    box = toolbox_of(Film)
+    run = Run(builder, scripted(), box, rows=(), tool_timeout=1.0)
+    made = Game.made
+    rows = [run.prompt(f"s{i}", {"start": i}) for i in range(4)]
+    planned = list(run.trajectories.starting_prompts(rows, seed=0))
+    assert [prompt.num_images for prompt in planned] == [2, 0, 4, 0]
+    assert [prompt is row for prompt, row in zip(planned, rows, strict=True)] == [False, True, False, True]
+    warnings = [record.getMessage() for record in caplog.records]
+    start = "is planned without what its environment shows: reset: "
+    assert warnings[0].startswith(f"sample s1 {start}OSError: the projector is down (")
+    assert warnings[1:] == [f"sample s3 {start}no answer within 1 seconds (rollout.tool_timeout)"]
+    assert Game.made == made and not run.trajectories.take_counters()
+
+
+def test_without_an_environment_prompts_are_planned_as_they_are(builder: PromptBuilder) -> None:
+    run = Run(builder, scripted(), Toolbox({"double": double}, [schema_of(double)]), rows=())
+    rows = [run.prompt("s", {})]
+    assert list(run.trajectories.starting_prompts(rows, seed=0)) == rows
 
 
 def test_a_call_that_hangs_does_not_delay_the_next_completion(builder: PromptBuilder) -> None:
