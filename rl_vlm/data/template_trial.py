@@ -28,7 +28,7 @@ from rl_vlm.data.observations import ASKED, Message, ObservationRenderer, Role, 
 from rl_vlm.data.prompts import Introduction, PromptBuilder, image_token_id, introduced
 from rl_vlm.data.tool_calls import Schema, introduction_of
 from rl_vlm.errors import ConfigError, DataError, shorten
-from rl_vlm.types import ToolCall, Video
+from rl_vlm.types import Sample, ToolCall, Video
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -81,6 +81,8 @@ class TurnChoice(NamedTuple):
     """One line that says what was chosen, and why."""
     shows_videos: bool = False
     """Whether results can hold videos. Otherwise their frames are images."""
+    starts_show_videos: bool = False
+    """Whether the prompt can hold videos that `reset` shows."""
 
 
 class TemplateTrial:
@@ -115,10 +117,13 @@ class TemplateTrial:
                 if problem := self.problem_of(form, role):
                     problems.append(f"{problem} in {role} messages")
                 else:
-                    shows_videos = self.takes_videos and self.shows_video(form, role)
+                    starts_show_videos = self.takes_videos and self.starts_show_video(form)
+                    shows_videos = starts_show_videos and self.shows_video(form, role)
                     if self.takes_videos and not shows_videos:
-                        problems.append("the chat template leaves out videos of results, so their frames are images")
-                    return TurnChoice(form, role, self._described(form, role, problems), shows_videos)
+                        of = " of results" if starts_show_videos else ""
+                        problems.append(f"the chat template leaves out videos{of}, so their frames are images")
+                    described = self._described(form, role, problems)
+                    return TurnChoice(form, role, described, shows_videos, starts_show_videos)
         settings = {"tool_format": tool_format, "observation_role": observation_role}
         chosen = [f"rollout.{name}: {value}" for name, value in settings.items() if value != "auto"]
         raise ConfigError(
@@ -167,6 +172,15 @@ class TemplateTrial:
         except REFUSALS:
             return "the chat template changes the text of results"
         return None
+
+    def starts_show_video(self, form: Form) -> bool:
+        """Return whether a video can be shown in a prompt."""
+        messages: list[Message] = [{"role": "user", "content": [{"type": "text", "text": "tried"}, {"type": "video"}]}]
+        try:
+            form.builder.build(Sample("trial", messages, [], {}, messages, videos=[tried_video()]))
+        except (*REFUSALS, DataError):
+            return False
+        return True
 
     def shows_video(self, form: Form, role: Role) -> bool:
         """Return whether a video can be shown in a result in a message of a role."""

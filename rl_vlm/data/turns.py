@@ -51,7 +51,6 @@ class TurnFormat:
         stop_token_ids: Sequence[int],
         schemas: Sequence[Schema],
         takes_images: bool,
-        takes_videos: bool,
     ) -> None:
         """`choose` builds it for a model."""
         self.builder = choice.form.builder
@@ -65,7 +64,7 @@ class TurnFormat:
         self.counters: Counter[str] = Counter()
         """Numbers of events since the start, by the name of their metric."""
         self.choice, self.schemas = choice, list(schemas)
-        self.takes_images, self.takes_videos = takes_images, takes_videos
+        self.takes_images, self.takes_videos = takes_images, choice.starts_show_videos
         self.renderer = ObservationRenderer(self.builder, stop_token_ids)
         self._introducing_role = cache(partial(introducing_role, self.builder))
         added = {str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special}
@@ -97,7 +96,7 @@ class TurnFormat:
         takes_videos = takes_videos and takes_images and builder.video_processor is not None
         trial = TemplateTrial(builder, stop_token_ids, schemas, takes_images, takes_videos)
         choice = trial.choose(tool_format, observation_role)
-        return cls(choice, stop_token_ids, schemas, takes_images, takes_videos)
+        return cls(choice, stop_token_ids, schemas, takes_images)
 
     @property
     def prompt_rule(self) -> FrameRule:

@@ -13,10 +13,12 @@ from rl_vlm.data.tool_calls import CLOSE, problem_of_call
 from rl_vlm.data.turns import TurnFormat
 from rl_vlm.errors import ConfigError
 from rl_vlm.model.families import FAMILIES
+from rl_vlm.tiny.family import chat_template
 from rl_vlm.types import Sample, ToolCall, ToolResult
 from tests.helpers.builders import noise_image, png
 from tests.helpers.templates import END, STOPS, builder_of, message
 from tests.helpers.tiers import families_in_tiers, in_tiers
+from tests.helpers.videos import noise_video
 from tests.tiny.build import TINY_FAMILIES, build_tiny
 
 SCHEMAS = [TRIED_SCHEMA | {"function": TRIED_SCHEMA["function"] | {"name": "crop", "description": "Crop it."}}]
@@ -225,6 +227,43 @@ def test_a_template_that_leaves_out_a_part_has_tools_in_text(old: str, new: str,
     builder.processor.chat_template = builder.processor.chat_template.replace(old, new)
     turns = choose(builder, [END])
     assert turns.choice.form.kind == "text" and problem in turns.description
+
+
+@pytest.mark.parametrize(
+    ("written", "start", "result", "note"),
+    [
+        ("<|video_pad|>", "video", "video", ""),
+        (
+            "{%- if message == messages[1] -%}<|video_pad|>{%- endif -%}", "video", "frames",
+            "; the chat template leaves out videos of results, so their frames are images",
+        ),
+        ("", "frames", "frames", "; the chat template leaves out videos, so their frames are images"),
+    ],
+)  # fmt: skip
+def test_videos_that_a_template_leaves_out_are_frames(written: str, start: str, result: str, note: str, tmp_path: Path):
+    """Messages are the tools, the prompt, a turn and its result."""
+    builder = tiny_builder("qwen2_5_vl", tmp_path, chat_template("<|image_pad|>", written))
+    turns = choose(builder, [END], takes_videos=True)
+    assert turns.description == TEXT + note
+    decode = builder.processor.tokenizer.decode
+    film = noise_video(2, seed=0, size=(8, 8))
+    content = [{"type": "text", "text": "See: "}, {"type": "video"}]
+    asked = [message("user", "Where?")]
+    row = Sample("s", asked, [], {}, asked)
+    prompt = turns.builder.build(turns.reset_sample(row, content, [film], [film.encoded()]))
+    call = builder.processor.tokenizer('<tool_call>\n{"name": "crop", "arguments": {}}\n</tool_call>')["input_ids"]
+    shown = ToolResult(content, (film.encoded(),))
+    seen = turns.observe("turn 1", call, [ToolCall("crop", {})], [shown], [[film]])
+    expected = {
+        "video": "See: <|video_pad|>",  # both frames are a patch of 2 x 2, and a token
+        "frames": "See: 0.0 s: <|image_pad|>0.5 s: <|image_pad|>",
+    }
+    assert expected[start] in decode(prompt.token_ids) and expected[result] in decode(seen.token_ids)
+    shapes = [[*found.mm_inputs] for found in (prompt, seen)]
+    names = {"video": "pixel_values_videos", "frames": "pixel_values"}
+    assert [names[kind] in found for kind, found in zip((start, result), shapes, strict=True)] == [True, True]
+    assert turns.prompt_rule.processor is (None if start == "frames" else builder.video_processor)
+    assert turns.result_rule.processor is (None if result == "frames" else builder.video_processor)
 
 
 def test_the_tokenizers_response_template_reads_its_calls(tmp_path: Path):
