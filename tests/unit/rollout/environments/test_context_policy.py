@@ -1,16 +1,18 @@
 """Edited contexts: which images stay, what the model reads, and how often contexts are edited."""
 
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import pytest
 
 from rl_vlm.data.images import decode_image
 from rl_vlm.data.prompts import PromptBuilder
 from rl_vlm.rollout.environments.context_policy import REMOVED, ContextPolicy
 from rl_vlm.types import Completion, Observation
-from tests.helpers.scripted import call
+from tests.helpers.scripted import call, grey
 from tests.helpers.templates import builder_of
-from tests.unit.rollout.environments.test_driver import Run, scripted
+from tests.unit.rollout.environments.test_driver import Game, Run, scripted, toolbox_of
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +53,35 @@ def test_older_images_become_a_text_and_newer_ones_stay(builder: PromptBuilder) 
     texts = [run.format.tokenizer.decode(each.token_ids) for each in second.observations]
     assert [REMOVED["image"] in text for text in texts] == [False, True, False, False, False, False, False, False]
     assert "count 1" in texts[1] and [len(turn.results[0].images) for turn in run.completion.turns[:-1]] == [1] * 5
+
+
+def test_older_clips_become_a_text_and_a_clip_counts_once(builder: PromptBuilder) -> None:
+    """The model takes videos. Each turn shows a clip, and the second one an image beside it."""
+
+    class Film(Game):
+        def add(self, number: int) -> list[dict[str, Any]]:
+            """Show.
+
+            Args:
+                number: A number.
+            """
+            self.count += 1
+            film = {"type": "video", "video": np.full((2, 8, 8, 3), self.count, np.uint8)}
+            image = [{"type": "image", "image": grey(9)}] if self.count == 2 else []
+            return [{"type": "text", "text": f"film {self.count}: "}, film, *image]
+
+    turns = [call("add", number=1)] * 4 + ["Done"]
+    run = Run(
+        builder, scripted(*turns), toolbox_of(Film), max_turns=5, context_policy=ContextPolicy(2, 3), takes_videos=True
+    )
+    decode = run.format.tokenizer.decode
+    seen = [[decode(each.token_ids) for each in context.observations] for context in run.completion.contexts]
+    texts = [[text for text in some if "film" in text] for some in seen]
+    assert [text.count("<|video_pad|>") for text in texts[0]] == [1, 1]
+    first, second, third, fourth = texts[1]
+    assert "film 1: [video removed]\n" in first
+    assert "film 2: [video removed][image removed]\n" in second
+    assert [text.count("<|video_pad|>") for text in (first, second, third, fourth)] == [0, 0, 1, 1]
 
 
 def test_an_edited_context_is_the_rendered_conversation(builder: PromptBuilder) -> None:

@@ -113,12 +113,12 @@ class Run:
     def __init__(
         self, builder: PromptBuilder, script: Script, toolbox: Toolbox | None = None, rows: Sequence[dict] = ({},),
         num: int = 1, max_tokens: int = 4000, max_num: int | None = None, keeps: bool = False,
-        engine: type[ScriptedEngine] = ScriptedEngine, **limits: Any,
+        engine: type[ScriptedEngine] = ScriptedEngine, takes_videos: bool = False, **limits: Any,
     ) -> None:  # fmt: skip
         toolbox = toolbox_of(Game) if toolbox is None else toolbox
         tokenizer = builder.processor.tokenizer
         stops = tokenizer.convert_tokens_to_ids(STOPS["qwen2_5_vl"])
-        self.format = TurnFormat.choose(builder, stops, toolbox.all_schemas, "auto", "auto", True)
+        self.format = TurnFormat.choose(builder, stops, toolbox.all_schemas, "auto", "auto", True, takes_videos)
         self.engine = engine(tokenizer, END, script)
         default = {"max_turns": 10, "max_turn_tokens": None, "tool_timeout": 20.0, "masks_errors": False}
         bounds = TurnLimits(**{**default, "max_image_pixels": 10**7, "max_prompt_length": None} | limits)

@@ -1,18 +1,27 @@
 """Trajectories on the page of a report."""
 
+import base64
+import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from PIL import Image
 
-from rl_vlm.log.completions import window_path, write_rows
+from rl_vlm.config.schema import LogConfig
+from rl_vlm.distributed.ranks import Ranks
+from rl_vlm.log.completions import CompletionsLog, window_path, write_rows
 from rl_vlm.tools.report.build import build_page
 from rl_vlm.tools.report.curves import charts_of
 from rl_vlm.tools.report.read import RunResults, read_runs
 from rl_vlm.tools.report.rollouts import browser_data
 from rl_vlm.tools.report.turns import GroupTurns, reward_by_turns
+from rl_vlm.types import Context, Prompt, RewardTable, Sample, ToolResult, Turn, Video
+from tests.helpers.builders import make_trajectories, noise_image, png
 from tests.helpers.run_directory import SETTINGS, completion_row, write_run
 
 RESULTS = [
@@ -101,6 +110,50 @@ def test_images_of_prompts_come_before_those_of_turns(tmp_path: Path, monkeypatc
         group = browser_data(read_runs([folder]))["groups"][0]
         result = group["rows"][0]["turns"][0]["results"][0]
         assert (group["images"], result["images"], result["left"]) == ([0], expected, left)
+
+
+def film(*levels: int) -> Video:
+    """Grey frames of 64 x 48 pixels, four in a second."""
+    frames = np.stack([np.full((48, 64, 3), level, np.uint8) for level in levels])
+    return Video(frames, tuple(range(len(levels))), 4.0, len(levels), len(levels) / 4)
+
+
+def pictures_of(data: dict[str, Any]) -> list[Image.Image]:
+    """The images and strips of a page."""
+    return [Image.open(io.BytesIO(base64.b64decode(each.partition(",")[2]))) for each in data["images"]]
+
+
+def levels_of(strip: Image.Image) -> list[int]:
+    """The grey in the middle of each frame of a strip, to the next ten. Frames have 128 x 96 pixels, and gaps 2."""
+    return [10 * round(strip.convert("L").getpixel((64 + 130 * i, 30)) / 10) for i in range((strip.width + 2) // 130)]
+
+
+def test_clips_of_the_prompt_and_of_turns_are_strips_of_frames(tmp_path: Path) -> None:
+    """As the run writes them. The second completion sees the clip again, and another one."""
+    sample = Sample("row", [], [], {}, "", videos=[film(20, 60)])
+    seen, other = film(40, 80, 120, 160), film(200)
+    shown = ToolResult([{"type": "video"}, {"type": "image"}], (seen.encoded(), png(noise_image(40, 30, seed=1))))
+    again = ToolResult([{"type": "video"}, {"type": "video"}], (seen.encoded(), other.encoded()), "it is over")
+    steps = [(Turn("Look.", "Look.", (), (result,)), Turn("7", "7")) for result in (shown, again)]
+    prompt = Prompt(sample, torch.arange(5), {}, {})
+    made = make_trajectories(prompt, [[Context((2, 1))]] * 2)
+    completions = [replace(c, turns=turns) for c, turns in zip(made.group.completions, steps, strict=True)]
+    group = replace(made, group=replace(made.group, completions=completions))
+    folder = write_run(tmp_path / "run")
+    for step in (0, 1):
+        window_path(folder, step).unlink()
+    masks = torch.ones(1, 2, dtype=torch.bool), torch.zeros(1, 2, dtype=torch.bool)
+    log = CompletionsLog(folder, Ranks(), LogConfig(log_completions=True), num_prompts=1)
+    log.write(0, [group], RewardTable(["exact_match"], torch.zeros(1, 2, 1), *masks))
+
+    data = browser_data(read_runs([folder]))
+    (found,) = [each for each in data["groups"] if each["id"] == "row"]
+    assert found["videos"] == [{"strip": 0, "from": 0.0, "to": 0.5}]
+    results = [row["turns"][0]["results"][0] for row in found["rows"]]
+    assert [(one["images"], one["left"], one["failed"]) for one in results] == [([1, 2], 0, False), ([1, 3], 0, True)]
+    strip, turn, image, last = pictures_of(data)[:4]
+    assert [each.size for each in (strip, turn, image, last)] == [(258, 96), (518, 96), (40, 30), (128, 96)]
+    assert list(map(levels_of, (strip, turn, last))) == [[20, 60], [40, 80, 120, 160], [200]]
 
 
 def test_a_completion_with_a_start_of_its_own_has_its_picture(tmp_path: Path) -> None:
