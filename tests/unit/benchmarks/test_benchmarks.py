@@ -210,6 +210,13 @@ def test_flops_of_trajectories_are_those_that_torch_counts(training, tmp_path):
     assert found["gradient"] < 1e-4
 
 
+def test_a_longer_video_has_more_frames_of_the_same_size():
+    for tokens, frames in ((2048, 16), (4096, 32), (8192, 64), (192, 2)):
+        assert video.parse(["--image-tokens", str(tokens)]).num_frames == frames
+    assert video.workload(video.parse(["--image-tokens", "8192"])).image_grid == (16, 16)
+    assert video.parse(["--image-tokens", "8192", "--num-frames", "8"]).num_frames == 8
+
+
 def test_flops_of_a_video_are_those_that_torch_counts(tmp_path):
     """All sides have the same gradients too. The model's own forward encodes the video for each completion."""
     arguments = "--shape toy --image-tokens 192 --num-frames 8 --num-generations 3 --completion-tokens 12".split()

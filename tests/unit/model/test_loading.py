@@ -100,5 +100,5 @@ def test_vllm_takes_one_video_in_a_prompt_of_glm(named: Path) -> None:
     assert native_or_frames(run_with(named, "vllm"), str(named), most_videos=1) == "native"
     assert native_or_frames(run_with(named, "hf"), str(named), most_videos=2) == "native"
     assert native_or_frames(run_with(named, "vllm", "frames"), str(named), most_videos=2) == "frames"
-    with pytest.raises(ConfigError, match="rollout.engine: vllm takes 1 video in a prompt of glm4v, and the data has"):
+    with pytest.raises(ConfigError, match=r"rollout.engine: vllm takes 1 video in a prompt of glm4v, and the data has"):
         native_or_frames(run_with(named, "vllm"), str(named), most_videos=2)
