@@ -34,6 +34,10 @@ def learning_rates(num_steps: int, **settings) -> list[float]:
         ({"warmup_steps": 0.03}, [0, 1, 3 / 4, 2 / 4, 1 / 4]),  # 0.15 steps
         ({"warmup_steps": 2.9}, [0, 1 / 2, 1, 2 / 3, 1 / 3]),  # 2 steps
         ({"warmup_steps": 2, "lr_scheduler_type": "constant_with_warmup"}, [0, 1 / 2, 1, 1, 1]),
+        (
+            {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"lr_end": 0.0, "power": 2.0}},
+            [1, 0.64, 0.36, 0.16, 0.04],
+        ),
     ],
 )
 def test_learning_rates(settings, expected):
@@ -85,14 +89,15 @@ def test_each_name_has_a_schedule():
 
 
 @pytest.mark.ci
-def test_a_schedule_loads_no_heavy_package():
+def test_the_usual_schedules_load_no_heavy_package():
     code = """
 import sys, torch
 from rl_vlm.config.schema import TrainConfig
 from rl_vlm.distributed.ddp import DDP
 from rl_vlm.distributed.optimizer import Optimizer
 from rl_vlm.distributed.ranks import Ranks
-Optimizer(DDP(Ranks(), 1.0), torch.nn.Linear(2, 2), TrainConfig(), 3)
+for name in ("linear", "cosine", "constant", "constant_with_warmup"):
+    Optimizer(DDP(Ranks(), 1.0), torch.nn.Linear(2, 2), TrainConfig(lr_scheduler_type=name), 3)
 print({"peft", "bitsandbytes"} & set(sys.modules))
 """
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
