@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,8 +26,6 @@ from rl_vlm.log.completions import write_rows
 from rl_vlm.log.directory import DROPPED, write_dropped
 from rl_vlm.log.files import disk_errors, write_file
 from rl_vlm.log.images import PromptImages
-from rl_vlm.log.trajectories import KeepImages
-from rl_vlm.types import Sample
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +48,7 @@ class EvaluationDirectory:
     def __init__(self, path: Path, image_folder: Path) -> None:
         """`image_folder` may be shared with the evaluations of other models."""
         self.path = path
-        self.images = PromptImages(image_folder, num_prompts=1)
+        self.images = PromptImages(image_folder, most_per_prompt=None, base=path)
         self.unfinished = path / "unfinished"
 
     def resume(self, settings: Mapping[str, Any]) -> list[Chunk]:
@@ -75,22 +72,6 @@ class EvaluationDirectory:
         with disk_errors(self.path):
             write_file(self.unfinished / f"row_{chunk.rows[0]['row']:09d}.json", text.encode())
         return Chunk(**json.loads(text))
-
-    def write_images(self, sample: Sample) -> dict[str, list[str]]:
-        """Write small copies of a prompt's images and videos. Return the columns of their paths relative to `path`."""
-        with disk_errors(self.path):
-            columns = self.images.write_all(sample)
-        return {name: [os.path.relpath(path, self.path) for path in paths] for name, paths in columns.items()}
-
-    def of_completion(self, sample: Sample, index: int) -> KeepImages | None:
-        """Return the function that writes the first images of a tool's result, as `PromptImages.of_completion` does.
-
-        It returns their paths relative to `path`.
-        """
-        keep = self.images.of_completion(sample, index)
-        if keep is None:
-            return None
-        return lambda files: [os.path.relpath(self.images.folder.parent / path, self.path) for path in keep(files)]
 
     def write(
         self, summary: Mapping[str, Any], rows: Sequence[dict[str, Any]], dropped: Sequence[dict[str, Any]]

@@ -21,7 +21,7 @@ from rl_vlm.distributed.signals import stop
 from rl_vlm.errors import RewardError, RolloutError
 from rl_vlm.evaluation.directory import Chunk, EvaluationDirectory
 from rl_vlm.evaluation.figures import summarise
-from rl_vlm.log.completions import completion_rows, data_columns, keep_observations
+from rl_vlm.log.completions import columns_of, completion_rows, keep_observations
 from rl_vlm.log.files import disk_errors
 from rl_vlm.log.images import MOST_HELD_OUT, PromptImages
 from rl_vlm.log.metrics import reward_faults
@@ -33,7 +33,7 @@ from rl_vlm.rollout.environments.driver import TURN_LOST, Trajectories, generate
 from rl_vlm.rollout.proving import EngineCheck
 from rl_vlm.rollout.sampling import sampling_params
 from rl_vlm.rollout.scoring import failing, score_groups, weighted_rewards, without_variance
-from rl_vlm.types import Group, Prompt, RewardTable, RolloutRequest, Sample, Sampling, ScoredGroup, TrainerState
+from rl_vlm.types import Group, Prompt, RewardTable, RolloutRequest, Sampling, ScoredGroup, TrainerState
 
 ENDPOINT_ROUNDS = 4
 """Requests per chunk / concurrent requests. If higher, a kill loses more work. If lower, more wait for the slowest."""
@@ -163,34 +163,16 @@ class Evaluator:
         images = self.images if directory is None else directory.images
         if images is not None:
             with disk_errors(images.folder):
-                keep_observations(rows, scored, (directory or images).of_completion)
+                keep_observations(rows, scored, images)
         columns = [
             {"row": index, **columns}
             for index, group in zip(indices, groups, strict=True)
-            for columns in self.columns_of(group, directory)
+            for columns in columns_of(group, images)
         ]
         equal = without_variance(groups, table, self.rewards.weights, self.config.algorithm)
         rows = [of_data | row for of_data, row in zip(columns, rows, strict=True)]
         chunk = Chunk(rows, table.fault_counts, len(equal))
         return chunk if directory is None else directory.write_chunk(chunk)
-
-    def columns_of(self, group: Group, directory: EvaluationDirectory | None) -> list[dict[str, Any]]:
-        """Return `data_columns` of each completion. They can differ, since environments can start differently."""
-        found: dict[int, dict[str, Any]] = {}
-        for members in group.by_prompt():
-            columns = self.data_columns(group.prompt_of(members[0]).sample, directory)
-            found.update((member, columns) for member in members)
-        return [found[member] for member in range(len(group.completions))]
-
-    def data_columns(self, sample: Sample, directory: EvaluationDirectory | None) -> dict[str, Any]:
-        """Return the sample's columns as `data/<column>`, and the paths of its images and videos."""
-        columns = data_columns(sample.columns)
-        if directory is not None:
-            columns |= directory.write_images(sample)
-        elif self.images is not None:
-            with disk_errors(self.images.folder):
-                columns |= self.images.write(sample)
-        return columns
 
 
 def check_sampled(groups: Sequence[Group]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +19,9 @@ from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.distributed.trackers import RolloutTable
 from rl_vlm.log.files import atomic_write, disk_errors
 from rl_vlm.log.images import PromptImages
-from rl_vlm.log.trajectories import KeepImages, has_trajectories, trajectory_columns, turns_json, turns_text
+from rl_vlm.log.trajectories import has_trajectories, trajectory_columns, turns_json, turns_text
 from rl_vlm.stages import is_column
-from rl_vlm.types import Completion, Group, Prompt, RewardTable, Sample, ScoredGroup, ServedCompletion, Video
+from rl_vlm.types import Completion, Group, Prompt, RewardTable, ScoredGroup, ServedCompletion, Video
 
 if TYPE_CHECKING:
     import pyarrow
@@ -72,22 +72,11 @@ class CompletionsLog:
 
     def add_data(self, rows: Sequence[dict[str, Any]], groups: Sequence[ScoredGroup]) -> None:
         """Add the columns of the data to the rows, and write the images to keep."""
-        position = iter(rows)
-        for scored in groups:
-            columns, kept = data_columns(scored.group.prompt.sample.columns), self.kept_of(scored.group)
-            for g in range(len(scored.group.completions)):
-                next(position).update(columns | kept.get(g, {}))
+        columns = [each for scored in groups for each in columns_of(scored.group, self.images)]
+        for row, added in zip(rows, columns, strict=True):
+            row.update(added)
         if self.images is not None:
-            keep_observations(rows, groups, self.images.of_completion)
-
-    def kept_of(self, group: Group) -> dict[int, dict[str, list[str]]]:
-        """Write the images and videos of each prompt of a group once. Return their columns by completion."""
-        found: dict[int, dict[str, list[str]]] = {}
-        for members in group.by_prompt():
-            if self.images is not None:
-                columns = self.images.write(group.prompt_of(members[0]).sample)
-                found.update((member, columns) for member in members)
-        return found
+            keep_observations(rows, groups, self.images)
 
 
 def completion_rows(step: int, groups: Sequence[ScoredGroup], table: RewardTable) -> list[dict[str, Any]]:
@@ -141,25 +130,34 @@ def video_columns(videos: Sequence[Video]) -> dict[str, Any]:
     return {"video_duration": [video.duration for video in videos], "video_frame_times": times}
 
 
-def keep_observations(
-    rows: Sequence[dict[str, Any]],
-    groups: Sequence[ScoredGroup],
-    of_completion: Callable[[Sample, int], KeepImages | None],
-) -> None:
-    """Write copies of the images of tools' results, and add their paths to the turns of each completion's row.
-
-    `of_completion` returns the function that writes the images of a completion, or None to keep none.
-    """
+def keep_observations(rows: Sequence[dict[str, Any]], groups: Sequence[ScoredGroup], images: PromptImages) -> None:
+    """Write copies of the images of tools' results, and add their paths to the turns of each completion's row."""
     of_rows = [(scored, g) for scored in groups for g in range(len(scored.group.completions))]
     for row, (scored, g) in zip(rows, of_rows, strict=True):
         turns = scored.group.completions[g].turns
-        if turns and (keep := of_completion(scored.group.prompt.sample, g)) is not None:
+        if turns and (keep := images.of_completion(scored.group.prompt.sample, g)) is not None:
             row["turns"] = turns_json(turns, advantages_of_turns(scored, g), keep)
 
 
 def advantages_of_turns(scored: ScoredGroup, g: int) -> list[float]:
     """Return the advantages of the turns of a completion, if turns have their own."""
     return scored.turn_advantages[g].tolist() if scored.turn_advantages else []
+
+
+def columns_of(group: Group, images: PromptImages | None) -> list[dict[str, Any]]:
+    """Return `data_columns` of each completion, and the paths of the images and videos of its prompt.
+
+    They can differ, since environments can start differently.
+    """
+    found: dict[int, dict[str, Any]] = {}
+    for members in group.by_prompt():
+        sample = group.prompt_of(members[0]).sample
+        columns = data_columns(sample.columns)
+        if images is not None:
+            with disk_errors(images.folder):
+                columns |= images.write(sample)
+        found.update((member, columns) for member in members)
+    return [found[member] for member in range(len(group.completions))]
 
 
 def data_columns(columns: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,27 +39,35 @@ QUALITY = 80
 class PromptImages:
     """Writes the images and videos of some prompts as small JPEG files, each once. Any rank can write."""
 
-    def __init__(self, folder: Path, num_prompts: int, most: int = MOST_PROMPTS) -> None:
-        """Keep the images of about `most` of `num_prompts` different prompts."""
+    def __init__(
+        self,
+        folder: Path,
+        num_prompts: int = 1,
+        most: int = MOST_PROMPTS,
+        most_per_prompt: int | None = MOST_PER_PROMPT,
+        base: Path | None = None,
+    ) -> None:
+        """Keep the images of about `most` of `num_prompts` different prompts, and `most_per_prompt` of each.
+
+        Columns have paths relative to `base`, by default the directory of the folder.
+        """
         self.folder = folder
         self.share = most / max(1, num_prompts)
+        self.most_per_prompt = most_per_prompt
+        self.base = folder.parent if base is None else base
 
     def write(self, sample: Sample) -> dict[str, list[str]]:
-        """Write the first images and videos of a prompt. Return the columns of their paths, which start with `folder`.
+        """Write the first images and videos of a prompt, and return the columns of their paths.
 
         Return no column if there are none, or if the hash of the sample's id is not in the share to keep. The hash
         makes the choice independent of ranks and of resuming.
         """
         if not is_kept(sample.sample_id, self.share):
             return {}
-        columns = self.write_all(sample, MOST_PER_PROMPT)
-        return {name: [f"{self.folder.name}/{path.name}" for path in paths] for name, paths in columns.items() if paths}
-
-    def write_all(self, sample: Sample, most: int | None = None) -> dict[str, list[Path]]:
-        """Write the images and videos of a prompt, at most `most` of each. Return the columns of their paths."""
-        strips = [self.write_image(strip_of(video)) for video in sample.all_videos[:most]]
-        images = [self.write_image(image) for image in sample.own_images[:most]]
-        return {"images": images, **({"videos": strips} if strips else {})}
+        images, videos = (some[: self.most_per_prompt] for some in (sample.own_images, sample.all_videos))
+        columns = {"images": images, "videos": map(strip_of, videos)}
+        written = {name: list(map(self.write_image, some)) for name, some in columns.items()}
+        return {name: paths for name, paths in written.items() if paths}
 
     def of_completion(self, sample: Sample, index: int) -> KeepImages | None:
         """Return the function that writes the first images and clips of a tool's result and returns their paths.
@@ -79,19 +88,22 @@ class PromptImages:
                 image = strip_of(medium) if isinstance(medium, Video) else medium
                 num, pixels = num + 1, pixels + math.prod(copy_size(image))
                 if pixels <= PIXELS_PER_COMPLETION:
-                    names.append(f"{self.folder.name}/{self.write_image(image).name}")
+                    names.append(self.write_image(image))
             return names
 
         return keep
 
-    def write_image(self, image: Image) -> Path:
-        """Write a small copy of an image, unless it exists, and return the path. A strip is copied as it is."""
+    def write_image(self, image: Image) -> str:
+        """Write a small copy of an image, unless it exists, and return its path from `base`.
+
+        A strip is copied as it is.
+        """
         path = self.folder / f"{image_digest(image)}.jpg"
         if not path.exists():
             self.folder.mkdir(parents=True, exist_ok=True)
             with atomic_write(path) as unfinished:
                 small_copy(image).save(unfinished, format="JPEG", quality=QUALITY)
-        return path
+        return os.path.relpath(path, self.base)
 
 
 def is_kept(sample_id: str, share: float) -> bool:
