@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, multiprocessing
@@ -33,10 +33,7 @@ from rl_vlm.data.sampler import Draw, PromptSampler
 from rl_vlm.data.samples import Rows
 from rl_vlm.distributed.signals import stop, wait_for
 from rl_vlm.errors import ConfigError, TrainingError
-from rl_vlm.types import Prompt, Sample, Video
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
+from rl_vlm.types import Prompt
 
 PromptCheck = Callable[[Mapping[str, Prompt]], None]
 """Raises DataError for prompts that cannot be used. Gets prompts by the names of their rows."""
@@ -98,18 +95,6 @@ class PromptLoader:
     def draw_window(self) -> list[Draw]:
         """Draw this rank's rows of the next generation window."""
         return self.sampler.next_window(self.steps_per_window)
-
-    def build(self, draw: Draw) -> Prompt:
-        """Build the prompt of one draw in this process. Raises DataError with the row's name if it cannot be used."""
-        return self.source.build(draw)
-
-    def build_sample(self, sample: Sample) -> Prompt:
-        """Build the prompt of a sample that an environment made. Raises DataError if it cannot be used."""
-        return self.source.builder.build(sample)
-
-    def media_inputs(self, media: Sequence[Image | Video]) -> dict[str, Tensor]:
-        """Return the model's inputs for the images and videos of an observation."""
-        return self.source.builder.media_inputs(media)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the data."""

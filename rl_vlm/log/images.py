@@ -64,10 +64,9 @@ class PromptImages:
         """
         if not is_kept(sample.sample_id, self.share):
             return {}
-        images, videos = (some[: self.most_per_prompt] for some in (sample.own_images, sample.all_videos))
-        columns = {"images": images, "videos": map(strip_of, videos)}
-        written = {name: list(map(self.write_image, some)) for name, some in columns.items()}
-        return {name: paths for name, paths in written.items() if paths}
+        images = [self.write_image(image) for image in sample.own_images[: self.most_per_prompt]]
+        strips = [self.write_image(strip_of(video)) for video in sample.all_videos[: self.most_per_prompt]]
+        return {name: paths for name, paths in (("images", images), ("videos", strips)) if paths}
 
     def of_completion(self, sample: Sample, index: int) -> KeepImages | None:
         """Return the function that writes the first images and clips of a tool's result and returns their paths.

@@ -39,7 +39,7 @@ from rl_vlm.rollout.partial import InFlight, PartialRollouts, check_in_flight
 from rl_vlm.rollout.sampling import sampling_params
 from rl_vlm.rollout.scoring import check_faults, replace_rows, score_groups, weighted_rewards, without_variance
 from rl_vlm.rollout.states import Builder
-from rl_vlm.rollout.window import Outputs, Window
+from rl_vlm.rollout.window import Outputs, Window, WindowSource
 from rl_vlm.stages import AHEAD, Stage
 from rl_vlm.types import Group, Progress, RewardTable, RolloutRequest, ScoredGroup, TrainerState
 
@@ -80,7 +80,7 @@ class NextWindow:
         return cls(Window.from_state(state["window"], builder), StepMetrics.from_state(state["metrics"]))
 
 
-class Collector:
+class Collector(WindowSource):
     """Holds one rank's current window, and makes the next one.
 
     If a window cannot be made, the collector returns to its state before the attempt and raises the error.
@@ -242,9 +242,9 @@ class Collector:
         """
         with self.ranks.agree():
             self.loader.load_state_dict(state["loader"])
-            window = state["window"] and Window.from_state(state["window"], self.loader)
-            coming = state["next_window"] and NextWindow.from_state(state["next_window"], self.loader)
-            in_flight = [InFlight.from_state(group, self.loader) for group in state["in_flight"]]
+            window = state["window"] and Window.from_state(state["window"], self.loader.source)
+            coming = state["next_window"] and NextWindow.from_state(state["next_window"], self.loader.source)
+            in_flight = [InFlight.from_state(group, self.loader.source) for group in state["in_flight"]]
             check_in_flight(in_flight, self.config.rollout)
         self.window = window and self.balanced(window, StepMetrics())
         self.next_window = coming and replace(coming, window=self.balanced(coming.window, coming.metrics))
@@ -385,7 +385,7 @@ class Collector:
         if self.ranks.world_size == 1:
             return window
         with metrics.stage(Stage.BALANCE):
-            return balance(window, self.ranks, self.cost, self.loader)
+            return balance(window, self.ranks, self.cost, self.loader.source)
 
     def scored_groups(self, groups: Sequence[Group], table: RewardTable) -> list[ScoredGroup]:
         """Add rewards and advantages to each group. `scale_rewards: batch` scales over the windows of all ranks."""

@@ -11,12 +11,12 @@ A state has a digest of the pixels of a row, so that other pixels are an error. 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from rl_vlm.data.images import decode_image, png_bytes
+from rl_vlm.data.prompts import SampleRenderer
 from rl_vlm.data.sampler import Draw
 from rl_vlm.data.video.shown import decode_medium
 from rl_vlm.errors import CheckpointError
@@ -34,10 +34,6 @@ from rl_vlm.types import (
     Video,
 )
 
-if TYPE_CHECKING:
-    from PIL.Image import Image
-    from torch import Tensor
-
 State = dict[str, Any]
 """Tensors, bytes and plain values, which torch loads without running code."""
 OF_VIDEOS = ("videos", "frames_of")
@@ -46,18 +42,15 @@ OF_VIDEOS = ("videos", "frames_of")
 
 @runtime_checkable
 class Builder(Protocol):
-    """Builds prompts and pixels, which states leave out. `PromptLoader` does so."""
+    """Builds what states leave out. `PromptSource` does so."""
+
+    @property
+    def builder(self) -> SampleRenderer:
+        """Return the builder of prompts of samples, and of the inputs of images and videos."""
+        ...
 
     def build(self, draw: Draw) -> Prompt:
         """Build the prompt of a dataset row."""
-        ...
-
-    def build_sample(self, sample: Sample) -> Prompt:
-        """Build the prompt of a sample."""
-        ...
-
-    def media_inputs(self, media: Sequence[Image | Video]) -> dict[str, Tensor]:
-        """Return the model's inputs for the images and videos of an observation."""
         ...
 
 
@@ -103,7 +96,7 @@ def group_state(group: Group) -> State:
 
 def group_from_state(state: State, prompt: Prompt, builder: Builder) -> Group:
     """Restore a group from `group_state` and the prompt of its row."""
-    starts = [builder.build_sample(sample_from_state(start, prompt.sample)) for start in state.get("starts", ())]
+    starts = [builder.builder.build(sample_from_state(start, prompt.sample)) for start in state.get("starts", ())]
     observations = [observation_from_state(one, builder) for one in state.get("observations", ())]
     completions = [completion_from_state(one, starts, observations) for one in state["completions"]]
     return Group(state["group_id"], prompt, completions, state["policy_version"])
@@ -148,7 +141,7 @@ def observation_state(observation: Observation) -> State:
 
 def observation_from_state(state: State, builder: Builder) -> Observation:
     """Restore `observation_state`."""
-    inputs = builder.media_inputs([decode_medium(file) for file in state["images"]])
+    inputs = builder.builder.media_inputs([decode_medium(file) for file in state["images"]])
     return Observation(**state, mm_inputs=inputs)
 
 

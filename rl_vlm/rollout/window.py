@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 from rl_vlm.data.sampler import Draw
 from rl_vlm.log.metrics import StepMetrics
@@ -112,59 +112,38 @@ class Window:
         return cls(**{**state, "steps": steps})
 
 
-@runtime_checkable
-class WindowSource(Protocol):
-    """Gives a trainer its windows. `Collector` generates them."""
-
-    def check_is_due(self, progress: Progress) -> bool:
-        """Return whether to compare the engine that generates the windows with the policy, before a step's passes."""
-        ...
-
-    def check_engine(self, progress: Progress, groups: Sequence[ScoredGroup], policy_outputs: Outputs) -> None:
-        """Raise RolloutError if the engine's log-probs differ from the policy's."""
-        ...
-
-    def sleep_engine(self) -> None:
-        """Free the memory that the engine takes on the trainer's device, until it is next used."""
-        ...
+class WindowSource:
+    """Gives a trainer its windows. `Collector` generates them. Without an engine, the other methods do nothing."""
 
     def current(self, progress: Progress, metrics: StepMetrics) -> Window:
         """Return the current window. If all its updates are done, get the next one first."""
-        ...
+        raise NotImplementedError
+
+    def check_is_due(self, progress: Progress) -> bool:
+        """Return whether to compare the engine that generates the windows with the policy, before a step's passes."""
+        return False
+
+    def check_engine(self, progress: Progress, groups: Sequence[ScoredGroup], policy_outputs: Outputs) -> None:
+        """Raise RolloutError if the engine's log-probs differ from the policy's."""
+
+    def sleep_engine(self) -> None:
+        """Free the memory that the engine takes on the trainer's device, until it is next used."""
 
     def prefetch(self, progress: Progress) -> None:
         """Start to generate the next window, if windows are generated ahead."""
-        ...
 
     def add_metrics(self, groups: Sequence[ScoredGroup], metrics: StepMetrics) -> None:
         """Add the metrics of the groups of an optimizer step."""
-        ...
 
 
-class GivenWindows:
+class GivenWindows(WindowSource):
     """Gives a new window of the same groups at every step. There is no engine."""
 
     def __init__(self, groups: Sequence[ScoredGroup] = (), num_iterations: int = 1) -> None:
         self.groups = groups
         self.num_iterations = num_iterations
 
-    def check_is_due(self, progress: Progress) -> bool:
-        """Return False."""
-        return False
-
-    def check_engine(self, progress: Progress, groups: Sequence[ScoredGroup], policy_outputs: Outputs) -> None:
-        """Do nothing."""
-
-    def sleep_engine(self) -> None:
-        """Do nothing."""
-
     def current(self, progress: Progress, metrics: StepMetrics) -> Window:
         """Return a new window of one optimizer step per iteration."""
         fresh = [replace(group, old_logprobs={}, ref_logprobs={}) for group in self.groups]
         return Window.of([Draw(0, i) for i in range(len(fresh))], fresh, 1, self.num_iterations)
-
-    def prefetch(self, progress: Progress) -> None:
-        """Do nothing."""
-
-    def add_metrics(self, groups: Sequence[ScoredGroup], metrics: StepMetrics) -> None:
-        """Do nothing."""

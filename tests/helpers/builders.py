@@ -144,16 +144,21 @@ class Rebuilder:
     """A builder of what states leave out: prompts of rows by a function, and images by a processor, if there is one."""
 
     def __init__(self, build: Callable[[Draw], Prompt], builder: Any = None) -> None:
-        self.build_row, self.builder = build, builder
+        self.build_row, self.builder = build, builder or WithoutImages()
 
     def build(self, draw: Draw) -> Prompt:
         return self.build_row(draw)
 
-    def build_sample(self, sample: Sample) -> Prompt:
-        return self.builder.build(sample)
+
+class WithoutImages:
+    """A builder for observations of text."""
+
+    def build(self, sample: Sample) -> Prompt:
+        raise AssertionError("no sample is built")
 
     def media_inputs(self, media: Sequence[Image.Image | Video]) -> dict[str, Tensor]:
-        return self.builder.media_inputs(media) if media else {}
+        assert not media
+        return {}
 
 
 def make_groups(checkpoint: Path, shapes: Sequence[tuple[Sequence[Image.Image], Sequence[int]]]) -> list[ScoredGroup]:

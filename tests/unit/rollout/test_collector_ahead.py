@@ -80,7 +80,7 @@ def test_a_window_that_is_finished_for_a_checkpoint_is_the_next_one() -> None:
     collector.finish_prefetch()
     assert collector.next_window is not None and collector.prefetched is None
     state = collector.next_window.state_dict()
-    found = collector.next_window = NextWindow.from_state(state, collector.loader)
+    found = collector.next_window = NextWindow.from_state(state, collector.loader.source)
     metrics = StepMetrics()
     assert collector.take_prefetched(metrics) is found.window
     assert collector.next_window is None and len(script.calls) == 1
