@@ -53,11 +53,6 @@ def frames_as_images(sample: Sample) -> Sample:
 
 
 def frame_blocks(video: Video) -> list[Block]:
-    """Return the blocks of a video's frames."""
-    texts = [{"type": "text", "text": time_before(time)} for time in video.times]
+    """Return the blocks of a video's frames, each after a text with its second."""
+    texts = [{"type": "text", "text": f"{time:.1f} s: "} for time in video.times]
     return [block for text in texts for block in (text, {"type": "image"})]
-
-
-def time_before(seconds: float) -> str:
-    """Return the text before a frame that is shown at this second."""
-    return f"{seconds:.1f} s: "

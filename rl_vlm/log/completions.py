@@ -19,6 +19,7 @@ from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.distributed.trackers import RolloutTable
 from rl_vlm.log.files import atomic_write, disk_errors
 from rl_vlm.log.images import PromptImages
+from rl_vlm.log.metrics import is_number
 from rl_vlm.log.trajectories import has_trajectories, trajectory_columns, turns_json, turns_text
 from rl_vlm.stages import is_column
 from rl_vlm.types import Completion, Group, Prompt, RewardTable, ScoredGroup, ServedCompletion, Video
@@ -252,6 +253,11 @@ def answer_in(text: str, logged: Any) -> str:
 def distinct_answers(group: Sequence[Mapping[str, Any]], name: str) -> int:
     """Return the number of different answers of a group to a reward function."""
     return len({answer(row, name) for row in group})
+
+
+def values_of(rows: Sequence[Mapping[str, Any]], column: str) -> list[float]:
+    """Return the values of a column that are finite numbers."""
+    return [row[column] for row in rows if is_number(row.get(column))]
 
 
 def prompt_text(prompt: Prompt) -> str:

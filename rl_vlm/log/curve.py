@@ -76,20 +76,19 @@ def held_out_points(lines: Sequence[Mapping[str, Any]], metric: str) -> list[Poi
     """Return a held-out score at each evaluation, with its interval if it has one."""
     name = f"eval_{metric}"
     prefix = name.removesuffix("mean")
-    return [
-        Point(line["step"], line[name], line.get(f"{prefix}ci_low"), line.get(f"{prefix}ci_high"))
-        for line in lines
-        if is_number(line.get(name))
-    ]
+    return points_of(lines, name, f"{prefix}ci_low", f"{prefix}ci_high")
 
 
 def metric_points(lines: Sequence[Mapping[str, Any]], metric: str) -> list[Point]:
     """Return a metric at the steps at which it was measured. Lengths have a band from shortest to longest."""
     bounds = [metric.replace("mean", bound) for bound in ("min", "max")] if metric.endswith("mean_length") else ["", ""]
+    return points_of(lines, metric, *bounds)
+
+
+def points_of(lines: Sequence[Mapping[str, Any]], name: str, low: str, high: str) -> list[Point]:
+    """Return the values of a metric, with a band between two others."""
     return [
-        Point(line["step"], line[metric], line.get(bounds[0]), line.get(bounds[1]))
-        for line in lines
-        if is_number(line.get(metric))
+        Point(line["step"], line[name], line.get(low), line.get(high)) for line in lines if is_number(line.get(name))
     ]
 
 

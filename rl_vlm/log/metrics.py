@@ -135,30 +135,19 @@ class StepMetrics:
 
     def reduce(self, gather: Gather) -> dict[str, float]:
         """Compute the metrics over all ranks. Times are the slowest rank's. Statistics without values are left out."""
-        ranks = gather([(dict(self.means), dict(self.sums), dict(self.values), dict(self.seconds))])
-        means: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-        sums: dict[str, float] = defaultdict(float)
-        values: dict[tuple[str, str], list[float]] = defaultdict(list)
-        seconds: dict[str, float] = defaultdict(float)
-        for rank_means, rank_sums, rank_values, rank_seconds in ranks:
-            for name, (total, count) in rank_means.items():
-                means[name][0] += total
-                means[name][1] += count
-            for name, value in rank_sums.items():
-                sums[name] += value
-            for key, some in rank_values.items():
-                values[key] += some
-            for name, value in rank_seconds.items():
-                seconds[name] = max(seconds[name], value)
+        ranks = gather([self.state_dict()])
+        total = StepMetrics()
+        for state in ranks:
+            total.include(StepMetrics.from_state(state))
         return (
-            {name: total / count for name, (total, count) in means.items() if count}
-            | dict(sums)
+            {name: value / count for name, (value, count) in total.means.items() if count}
+            | dict(total.sums)
             | {
-                name: STATISTICS[statistic](torch.tensor(all_values, dtype=torch.float64)).item()
-                for (statistic, name), all_values in values.items()
-                if all_values
+                name: STATISTICS[statistic](torch.tensor(values, dtype=torch.float64)).item()
+                for (statistic, name), values in total.values.items()
+                if values
             }
-            | {seconds_of(name): value for name, value in seconds.items()}
+            | {seconds_of(name): max(state["seconds"].get(name, 0.0) for state in ranks) for name in total.seconds}
         )
 
 

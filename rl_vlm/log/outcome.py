@@ -132,10 +132,14 @@ def difference_lines(summaries: dict[str, dict[str, Any]]) -> list[str]:
     return [f"\n{aligned(cells)}"] if len(cells) > 1 else []
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Format rows of equal length as columns."""
+def aligned(rows: Sequence[Sequence[str]], figures: bool = False) -> str:
+    """Format rows of equal length as columns. `figures` are to the right, in all columns but the first."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+    lines = [
+        [cell.rjust(widths[i]) if figures and i else cell.ljust(widths[i]) for i, cell in enumerate(row)]
+        for row in rows
+    ]
+    return "\n".join("  ".join(line).rstrip() for line in lines)
 
 
 def mean_and_half_width(metrics: dict[str, Any], name: str) -> str:

@@ -104,10 +104,9 @@ def refuse_second_copy(model: Any, bytes_per_weight: int, num_copies: int) -> No
 
 def free_host_memory() -> int:
     """Return the free bytes of the host."""
-    for line in Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else []:
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    import psutil
+
+    return psutil.virtual_memory().available
 
 
 def digest_of_weights(model: Any) -> str:

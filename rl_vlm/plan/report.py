@@ -9,6 +9,7 @@ from typing import Any
 from rl_vlm.config.batches import batch_settings, batch_sizes
 from rl_vlm.config.engines import engines_where
 from rl_vlm.config.schema import RunConfig
+from rl_vlm.log.outcome import aligned
 from rl_vlm.plan.batch import batch_table, global_batch
 from rl_vlm.plan.build import (
     Model,
@@ -143,10 +144,11 @@ def not_planned(plan: MemoryPlan) -> dict[str, int]:
 
 def phase_table(title: str, phases: Sequence[Phase], beside: Mapping[str, int] = {}) -> str:
     """Return a table of GiB: one row per part, one column per phase. Rows below the sum are the same in all phases."""
-    rows = [[name, *(gib(phase.parts.get(name, 0)) for phase in phases)] for name in part_names(phases)]
+    rows = [[title, *(phase.name for phase in phases)]]
+    rows += [[name, *(gib(phase.parts.get(name, 0)) for phase in phases)] for name in part_names(phases)]
     rows.append(["sum", *(gib(phase.total) for phase in phases)])
     rows += [[name, *[gib(size)] * len(phases)] for name, size in beside.items() if size]
-    return aligned([title, *(phase.name for phase in phases)], rows)
+    return aligned(rows, figures=True)
 
 
 def smallest_table(setups: Sequence[Setup]) -> str:
@@ -169,7 +171,7 @@ def suggested_tables(setups: Sequence[Setup], own: MemoryPlan) -> str:
         )
     why = dict(reason for each in fit for reason in reasons(each))
     if why:
-        texts.append(f"Why they fit:\n{aligned(['change', 'effect'], [*map(list, why.items())], is_text=True)}")
+        texts.append(f"Why they fit:\n{aligned([('change', 'effect'), *why.items()])}")
     if others:
         texts.append(f"Set-ups that do not fit, the smallest peak first:\n{setup_table(others, setups[0])}")
     return "\n\n".join(texts)
@@ -210,9 +212,8 @@ def setup_table(setups: Sequence[Setup], reference: Setup | None = None) -> str:
         ]
         for each in setups
     ]
-    return aligned(
-        ["set-up", "GPUs", "peak, GiB", "phase", "largest micro-batch", "completions", "relative time"], rows
-    )
+    head = ["set-up", "GPUs", "peak, GiB", "phase", "largest micro-batch", "completions", "relative time"]
+    return aligned([head, *rows], figures=True)
 
 
 def setup_data(setup: Setup) -> dict[str, Any]:
@@ -235,18 +236,6 @@ def gib(size: int) -> str:
     if size == 0:
         return ""
     return f"{size / GIB:,.1f}" if size >= GIB / 20 else "<0.1"
-
-
-def aligned(head: Sequence[str], rows: Sequence[Sequence[str]], is_text: bool = False) -> str:
-    """Return lines with columns of equal width: names to the left, figures to the right, and text to the left."""
-    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-
-    def line(row: Sequence[str]) -> str:
-        cells = zip(row[1:], widths[1:], strict=True)
-        figures = (cell.ljust(width) if is_text else cell.rjust(width) for cell, width in cells)
-        return "  ".join([row[0].ljust(widths[0]), *figures]).rstrip()
-
-    return "\n".join(line(row) for row in [head, *rows])
 
 
 def plan_data(config: RunConfig, hardware: Hardware, model: Model, plan: MemoryPlan) -> dict[str, Any]:

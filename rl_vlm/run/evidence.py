@@ -10,14 +10,8 @@ import numpy as np
 
 from rl_vlm.errors import text_of
 from rl_vlm.evaluation.paired import Pairs, paired_values
-from rl_vlm.log.completions import (
-    distinct_answers,
-    held_out_path,
-    step_of,
-    window_paths,
-    windows_of,
-)
-from rl_vlm.log.metrics import BEST_OF_GROUP, DISTINCT_ANSWERS, FAULTED, ITERATION, NUM_GROUPS, is_number
+from rl_vlm.log.completions import distinct_answers, held_out_path, step_of, values_of, window_paths, windows_of
+from rl_vlm.log.metrics import BEST_OF_GROUP, DISTINCT_ANSWERS, FAULTED, ITERATION, NUM_GROUPS
 from rl_vlm.run.verdict import Evidence, Line
 
 MOST_WINDOWS = 500
@@ -112,18 +106,13 @@ def group_figures(path: Path, decisive: str | None) -> dict[int, dict[str, float
         rows = file.read(columns=[name for name in wanted if name in file.schema_arrow.names]).to_pylist()
     except Exception:  # the report names damaged files
         return {}
-    return {
-        step + 1: {
-            BEST_OF_GROUP: float(np.mean([max(rewards) for group in groups if (rewards := rewards_of(group))])),
-            DISTINCT_ANSWERS: float(np.mean([distinct_answers(group, decisive or "") for group in groups])),
-            FAULTED: float(np.mean([row.get("fault") is not None for group in groups for row in group])),
-            NUM_GROUPS: len(groups),
-        }
-        for step, groups in windows_of(rows).items()
-        if any(map(rewards_of, groups))
-    }
-
-
-def rewards_of(group: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Return the rewards of the completions that have one."""
-    return [row["reward"] for row in group if is_number(row.get("reward"))]
+    figures = {}
+    for step, groups in windows_of(rows).items():
+        if rewards := [found for group in groups if (found := values_of(group, "reward"))]:
+            figures[step + 1] = {
+                BEST_OF_GROUP: float(np.mean([*map(max, rewards)])),
+                DISTINCT_ANSWERS: float(np.mean([distinct_answers(group, decisive or "") for group in groups])),
+                FAULTED: float(np.mean([row.get("fault") is not None for group in groups for row in group])),
+                NUM_GROUPS: len(groups),
+            }
+    return figures

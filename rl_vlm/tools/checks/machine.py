@@ -88,7 +88,12 @@ def check_disk(config: RunConfig, weights: Weights, num_steps: int) -> Checking[
 
 def free_bytes(path: Path) -> int:
     """Return the free bytes of a path's file system. The path need not exist yet."""
-    return shutil.disk_usage(next(place for place in (path, *path.parents) if place.exists())).free
+    return shutil.disk_usage(existing(path)).free
+
+
+def existing(path: Path) -> Path:
+    """Return the directory at an absolute path, or the first one above it that exists."""
+    return next(place for place in (path, *path.parents) if place.is_dir())
 
 
 def checkpoint_bytes(config: RunConfig, weights: Weights) -> int:

@@ -13,7 +13,8 @@ from rl_vlm.config.schema import DataConfig, RolloutConfig, RunConfig
 from rl_vlm.errors import Finding, ModelError
 from rl_vlm.model.files import cached_snapshot
 from rl_vlm.tools.checks.diagnosis import Checking, Note
-from rl_vlm.tools.checks.ranks import Exchange, end_together, existing_parent
+from rl_vlm.tools.checks.machine import existing
+from rl_vlm.tools.checks.ranks import Exchange, end_together
 from rl_vlm.tools.checks.smoke import NUM_PROMPTS, REMEDY, error_of_training, proof_lines, short_settings
 
 
@@ -56,7 +57,7 @@ def has_model(name: str, revision: str) -> bool:
 @contextmanager
 def shared_folder(config: RunConfig, exchange: Exchange) -> Iterator[Path]:
     """Yield a new directory in `output_dir`, or in its first parent that exists. Rank 0 makes and deletes it."""
-    parent = existing_parent(config)
+    parent = existing(Path(config.train.output_dir).absolute())
     if exchange.rank != 0:
         yield parent / exchange.take("folder") / "run"
         return

@@ -24,7 +24,7 @@ from rl_vlm.distributed.launcher import check_variables
 from rl_vlm.distributed.meeting_point import connect
 from rl_vlm.errors import ConfigError, Finding, Severity, shorten
 from rl_vlm.tools.checks.diagnosis import Checking, Note
-from rl_vlm.tools.checks.machine import unreachable_servers
+from rl_vlm.tools.checks.machine import existing, unreachable_servers
 
 LIMIT = timedelta(seconds=60)
 """Time limit for the report of a rank. Launchers on other machines may start later."""
@@ -228,7 +228,7 @@ def unreachable_neighbour(exchange: Exchange) -> str | None:
 @contextmanager
 def shared_probe(config: RunConfig, exchange: Exchange) -> Iterator[bool]:
     """Yield whether this rank sees a file that rank 0 writes to `output_dir`, or to its first parent that exists."""
-    folder = existing_parent(config)
+    folder = existing(Path(config.train.output_dir).absolute())
     if exchange.rank != 0:
         yield (folder / exchange.take("probe")).is_file()
         return
@@ -242,14 +242,6 @@ def shared_probe(config: RunConfig, exchange: Exchange) -> Iterator[bool]:
         yield True
     finally:
         probe.unlink()
-
-
-def existing_parent(config: RunConfig) -> Path:
-    """Return `output_dir`, or its first parent that exists."""
-    folder = Path(config.train.output_dir).absolute()
-    while not folder.is_dir():
-        folder = folder.parent
-    return folder
 
 
 def clock_offset(exchange: Exchange) -> tuple[float, float]:

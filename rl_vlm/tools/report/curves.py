@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from rl_vlm.log.completions import distinct_answers
+from rl_vlm.log.completions import distinct_answers, values_of
 from rl_vlm.log.curve import Point, Series, held_out_points, metric_points, reward_metrics, thinned
 from rl_vlm.log.metrics import (
     BEST_OF_GROUP,
@@ -21,7 +21,7 @@ from rl_vlm.log.metrics import (
     stage_seconds,
 )
 from rl_vlm.stages import Stage
-from rl_vlm.tools.report.read import RunResults, values_of
+from rl_vlm.tools.report.read import RunResults
 
 T_95 = (
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,

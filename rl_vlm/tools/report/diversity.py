@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from rl_vlm.evaluation.figures import pass_at
-from rl_vlm.log.completions import distinct_answers, windows_of
-from rl_vlm.tools.report.read import Row, RunResults, values_of
+from rl_vlm.log.completions import distinct_answers, values_of, windows_of
+from rl_vlm.tools.report.read import Row, RunResults
 
 MOST_LISTED = 60
 """Largest number of prompts that are listed by id."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -275,8 +274,3 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 def read_settings(path: Path) -> dict[str, Any]:
     """Return the settings by section, without empty sections."""
     return {section: dict(leaves) for section, leaves in dict(yaml_text.parse(path.read_text())).items() if leaves}
-
-
-def values_of(group: Sequence[Row], column: str) -> list[float]:
-    """Return the values of a column that are finite numbers."""
-    return [value for row in group if (value := row.get(column)) is not None and math.isfinite(value)]

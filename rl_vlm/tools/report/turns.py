@@ -10,8 +10,9 @@ from itertools import takewhile
 from statistics import fmean
 from typing import Any
 
+from rl_vlm.log.completions import values_of
 from rl_vlm.log.trajectories import turns_of
-from rl_vlm.tools.report.read import Row, RunResults, values_of
+from rl_vlm.tools.report.read import Row, RunResults
 
 AddImage = Callable[[str], int | None]
 """Adds an image to the page, and returns its number there."""

@@ -58,7 +58,7 @@ def test_sizes(size: int, text: str):
 
 
 def test_columns_are_aligned():
-    assert aligned(["name", "n"], [["a", "1"], ["longer", "10"]]) == "name     n\na        1\nlonger  10"
+    assert aligned([["name", "n"], ["a", "1"], ["longer", "10"]], figures=True) == "name     n\na        1\nlonger  10"
 
 
 def test_the_plan_as_text():
