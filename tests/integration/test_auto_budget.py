@@ -60,6 +60,7 @@ def test_a_small_card_gets_a_small_budget_and_the_same_weights(checkpoint: Path,
     assert all(torch.allclose(ours[name], theirs[name], atol=1e-4) for name in theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
 def test_no_plan_takes_more_than_the_bound(family: str, tmp_path: Path):
     checkpoint = str(build_tiny(family, tmp_path / "model"))

@@ -276,6 +276,7 @@ def test_requests_of_lmms_eval(server):
         assert answer["usage"]["prompt_tokens"] > 16 and 1 <= answer["usage"]["completion_tokens"] <= 16
 
 
+@pytest.mark.slow
 def test_requests_of_vlmevalkit(server):
     """What `generate_inner` reads: the status, and the text of an object or of a stream."""
     recorded = json.loads((CLIENTS / "vlmevalkit.json").read_text())

@@ -67,6 +67,7 @@ def test_machines_that_are_the_same_have_no_finding(tiny_checkpoint, tmp_path):
     assert not list((tmp_path / "a").glob(".rl-vlm-doctor*"))
 
 
+@pytest.mark.slow
 def test_an_error_that_would_end_the_run_on_all_ranks_is_named(tiny_checkpoint, tmp_path):
     write_machine(tmp_path / "a", tiny_checkpoint)
     config = tmp_path / "a" / "run.yaml"

@@ -142,6 +142,7 @@ def test_two_processes_count_every_sample_once(tiny_checkpoint, tmp_path):
     assert evaluation_rows(tmp_path / "two") == evaluation_rows(tmp_path / "one")
 
 
+@pytest.mark.slow
 def test_two_processes_leave_out_the_same_rows(tiny_checkpoint, tmp_path):
     """Each checks half of the rows; the last of twelve cannot be used, nor the fourth."""
     settings = {"eval_dataset_name": f"{__name__}:rows_with_faults", "on_bad_row": "drop", **ONE_PROMPT_AT_ONCE}

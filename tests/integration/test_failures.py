@@ -71,6 +71,7 @@ def test_an_error_in_a_step_saves_the_step_before(owner, method, variant, tiny_c
     assert_same_run(tmp_path / "failed", tmp_path / "straight")
 
 
+@pytest.mark.slow
 def test_an_error_in_an_evaluation_is_followed_by_the_evaluation(tiny_checkpoint, tmp_path, monkeypatch):
     settings = {"eval_dataset_name": tiny_run.HELD_OUT_ROWS, "eval_steps": 2, "eval_on_start": False}
     train(config_of("full", tiny_checkpoint, tmp_path / "straight", **settings))
@@ -264,6 +265,7 @@ def test_a_rank_ends_with_its_launcher(tiny_checkpoint, tmp_path):
     Run(make_config(tiny_checkpoint, tmp_path / "run", overwrite_output_dir=True)).close()  # the lock is free
 
 
+@pytest.mark.slow
 def test_processes_that_end_right_after_a_collective_do_not_abort():
     command = [sys.executable, "-m", "tests.integration.leave_at_once", "10"]
     result = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
@@ -290,6 +292,7 @@ cli.end_process_after(lambda: cli.run("train", sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_starts_late_refuses_as_well(tmp_path):
     """The launcher ends the others when the first one has ended, and the first of a machine prints the message."""
     (tmp_path / "late.py").write_text(LATE)

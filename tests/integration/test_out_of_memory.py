@@ -152,6 +152,7 @@ def test_a_resumed_run_replays_the_budget(
     assert (copy / BUDGET).read_text() == (straight / BUDGET).read_text()
 
 
+@pytest.mark.slow
 def test_a_changed_setting_replaces_the_recorded_budget(tiny_checkpoint: Path, tmp_path: Path) -> None:
     train(make_config(tiny_checkpoint, tmp_path, max_steps=1))
     write_changes(tmp_path, [BudgetChange(2, "training", 40, 160, "out_of_memory", "…")])
@@ -170,6 +171,7 @@ def test_a_run_without_a_checkpoint_is_repeated_under_its_recorded_budget(
     assert read_changes(tmp_path) == [change]
 
 
+@pytest.mark.slow
 def test_the_budget_is_replayed_in_another_directory(tiny_checkpoint: Path, tmp_path: Path) -> None:
     one, other = tmp_path / "one", tmp_path / "other"
     train(make_config(tiny_checkpoint, one, max_steps=1))
@@ -193,7 +195,7 @@ def test_two_processes_of_which_one_runs_out_of_memory_train_as_one(tiny_checkpo
         assert events == ([0] * NUM_STEPS if name == "fits" else [1, 1, 0, 0])
 
 
-@pytest.mark.parametrize("engine", in_tiers(["zero2", "fsdp2"], fast=(), ci={"zero2"}))
+@pytest.mark.parametrize("engine", in_tiers(["zero2", "fsdp2"], (), ()))
 def test_ranks_that_share_a_model_end_and_resume_under_the_new_budget(
     engine: str, tiny_checkpoint: Path, tmp_path: Path
 ) -> None:

@@ -215,6 +215,7 @@ def test_early_stopping_of_transformers(tiny_checkpoint, tmp_path, caplog):
     assert made.train()["optimizer_steps"] == 2  # evaluations 1 and 2 are no better than the one before training
 
 
+@pytest.mark.slow
 def test_the_model_is_pushed_at_the_end_of_a_run(tiny_checkpoint, tmp_path, caplog, monkeypatch: pytest.MonkeyPatch):
     hub_settings = {"push_to_hub": True, "hub_model_id": "owner/mine", "hub_token": "hf_secret"}
     made = trainer(tiny_checkpoint, tmp_path, max_steps=1, **hub_settings)
@@ -409,6 +410,7 @@ def test_a_script_on_two_processes_takes_the_steps_of_one(tiny_checkpoint, tmp_p
     assert evaluated["rewards/<lambda>/mean"] == pytest.approx(made.evaluate()["rewards/<lambda>/mean"], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_callbacks_saving_and_pushing_on_two_processes(tiny_checkpoint, tmp_path):
     """Rank 1 alone asks to stop after step 2 of 5. As in transformers, each rank calls its callbacks."""
     program = Path(__file__).with_name("calls_on_ranks.py")

@@ -65,9 +65,7 @@ def copied_policy(config: RunConfig, _: str, weights: PolicyWeights, builder: Pr
     return engine
 
 
-@pytest.mark.parametrize(
-    "variant", in_tiers(["full", "window", "partial_rollouts"], (), {"window", "partial_rollouts"})
-)
+@pytest.mark.parametrize("variant", in_tiers(["full", "window", "partial_rollouts"], (), {"window"}))
 def test_a_window_that_is_sampled_ahead_is_resumed_as_well(variant, tiny_checkpoint, tmp_path, monkeypatch):
     monkeypatch.setattr(build_module, "training_engine", copied_policy)
     settings = {"engine": "vllm_server", "max_staleness": 1}

@@ -21,7 +21,7 @@ from rl_vlm.rollout.vllm.client import VLLMClient
 from rl_vlm.rollout.vllm.servers import VLLMServers
 from rl_vlm.rollout.weights import PolicyWeights
 from tests.helpers.builders import make_policy
-from tests.helpers.tiers import short_test_of_families
+from tests.helpers.tiers import in_tiers, short_test_of_families
 from tests.tiny.build import TINY_FAMILIES, build_tiny
 
 LORA = {"use_peft": True, "lora_r": 4}
@@ -131,7 +131,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_tiny("qwen2_5_vl", tmp_path_factory.mktemp("checkpoint"))
 
 
-@pytest.mark.parametrize("sharding", SHARDINGS)
+@pytest.mark.parametrize("sharding", in_tiers(SHARDINGS, (), {"FSDP2"}))
 def test_servers_get_the_weights_of_a_sharded_policy_whole(checkpoint: Path, sharding: str, tmp_path: Path) -> None:
     if sharding == "ZeRO-3":
         pytest.importorskip("deepspeed", reason="DeepSpeed is in the development requirements on Linux only")
