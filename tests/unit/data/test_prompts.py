@@ -15,7 +15,8 @@ from rl_vlm.data.samples import Part, Rows
 from rl_vlm.data.tables import ListRows
 from rl_vlm.errors import ConfigError, DataError, ModelError
 from rl_vlm.tiny.family import chat_template
-from rl_vlm.types import Sample, Video
+from rl_vlm.types import Sample, Video, VideoFormat
+from tests.helpers.videos import noise_video
 from tests.tiny.build import build_tiny
 
 IMAGE = {"type": "image"}
@@ -303,6 +304,24 @@ def test_frames_can_be_images_of_the_prompt(processor: Any):
     assert set(prompt.mm_inputs) == {"pixel_values", "image_grid_thw"}
     assert (prompt.num_images, prompt.sample.videos) == (2, [])
     assert processor.tokenizer.decode(builder.unexpanded_ids(sample)).count("<|image_pad|>") == 2
+
+
+@pytest.mark.parametrize(
+    ("form", "pixels", "images", "values"),
+    # 32 frames of 56 x 56 pixels of 3 bytes. Pillow has 4 bytes for a pixel. Values are float32, and the processor
+    # repeats each image for the two frames that the tower joins.
+    [("native", 301_056, 0, 1_204_224), ("frames", 301_056, 401_408, 2_408_448)],
+)
+def test_a_prompt_holds_a_video_as_pixels_and_as_values_alone(
+    processor: Any, form: VideoFormat, pixels: int, images: int, values: int
+):
+    video = noise_video(32, seed=0, size=(56, 56))
+    prompt = PromptBuilder(processor, DataConfig(), video_format=form).build(clip_sample(video, content=[VIDEO]))
+    (held,) = prompt.sample.all_videos
+    assert held.frames.nbytes == pixels and held.frames is video.frames
+    assert sum(4 * image.width * image.height for image in prompt.sample.images) == images
+    tensors = [value for name, value in prompt.mm_inputs.items() if name.startswith("pixel_values")]
+    assert [value.nbytes for value in tensors] == [value.untyped_storage().nbytes() for value in tensors] == [values]
 
 
 def test_videos_of_unequal_lengths_that_a_processor_refuses_are_named(tmp_path: Path):
