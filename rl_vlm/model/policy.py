@@ -194,7 +194,7 @@ class Policy(nn.Module):
 
         def logits(*inputs: Tensor | None) -> Tensor:
             with self.autocast():
-                return final_logits(product(*inputs), self.transformer.config)
+                return final_logits(product(*inputs), self.transformer)
 
         head = Head(logits, self.temperature, self.banned_tokens(hidden.device), self.fused and hidden.is_cuda)
         return chunked_scores(head, weights, hidden, targets, vocabulary=module.weight.shape[0])

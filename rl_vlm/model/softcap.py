@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from math import prod
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,11 +19,13 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedModel
 
 CHUNK_SCORES = 2**24
 """Number of scores (rows x heads x queries x keys) that are computed at once: 64 MiB in float32."""
 
+LOGIT_DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
+"""Names in configs of language models for a number that divides logits (Granite, Inkling)."""
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 """FlexAttention's change of a score: (score, batch, head, query position, key position) -> score."""
 
@@ -92,15 +95,26 @@ def score_cap(softcap: float, device: torch.device) -> ScoreMod:
     return lambda score, b, h, q, k: bound * torch.tanh(score / bound)
 
 
-def final_logits(logits: Tensor, config: PreTrainedConfig) -> Tensor:
-    """Apply the scale or the soft cap of the language model's config to the LM head's output, if there is one.
+def final_logits(logits: Tensor, model: PreTrainedModel) -> Tensor:
+    """Apply the scale and the soft cap of the language model's config to the LM head's output, if there are any.
 
     transformers' own forward of PaliGemma 2 omits the soft cap before 5.24. The forward of Gemma 3 still does.
     """
-    text = config.get_text_config()
-    scale, bound = (getattr(text, name, None) for name in ("logits_scaling", "final_logit_softcapping"))
-    logits = logits if scale is None else logits / scale
+    text = model.config.get_text_config()
+    scale, bound = logit_scale(model), getattr(text, "final_logit_softcapping", None)
+    logits = logits if scale == 1 else logits * scale
     return logits if bound is None else soft_capped(logits, bound)
+
+
+def logit_scale(model: PreTrainedModel) -> float:
+    """Return the factor of logits.
+
+    Cohere's is read from the model, since Cohere 2 Vision and Aya Vision ignore the one in the language model's config.
+    """
+    text = model.config.get_text_config()
+    divisors = [getattr(text, name, None) or 1.0 for name in LOGIT_DIVISORS]
+    factors = [getattr(text, "output_multiplier", None) or 1.0, getattr(model, "logit_scale", None) or 1.0]
+    return prod(factors) / prod(divisors)
 
 
 def soft_capped(values: Tensor, bound: float) -> Tensor:

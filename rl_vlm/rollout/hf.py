@@ -429,7 +429,7 @@ class HFEngine:
             cache = DynamicCache(config=self.model.config.get_text_config())
         hidden, output = run_body(self.model, **kwargs, **{self.cache_name: cache}, use_cache=True)
         head: Any = self.model.get_output_embeddings()
-        logits = final_logits(head(hidden[:, -1]), self.model.config)
+        logits = final_logits(head(hidden[:, -1]), self.model)
         return getattr(output, self.cache_name), logits
 
     def completions(

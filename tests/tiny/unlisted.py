@@ -279,8 +279,7 @@ UNLISTED: dict[str, TinyFamily] = {
 
 REFUSED = {
     "cosmos3_edge": "missing 1 required positional argument: 'mm_token_type_ids'",
-    "muse_glimmer": "Dense rows and the model's own forward differ on this CPU in log-probs",
     "deepseek_vl_hybrid": "Both pixel_values and high_res_pixel_values should be specified",
 }
-"""Types that cannot be trained, with a part of the reason. A processor returns no kinds of tokens for the positions, a
-forward multiplies its logits, and one needs the pixels of two towers."""
+"""Types that cannot be trained, with a part of the reason. A processor returns no kinds of tokens for the
+positions, and a model needs the pixels of two towers."""

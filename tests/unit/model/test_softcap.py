@@ -1,6 +1,6 @@
 from math import tanh
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -68,9 +68,23 @@ def test_scores_in_bfloat16_are_bounded_in_float32():
         ({"final_logit_softcapping": 2.0}, [2 * tanh(0.5), 2 * tanh(-4.0)]),
         ({"final_logit_softcapping": None}, [1.0, -8.0]),
         ({"logits_scaling": 4.0}, [0.25, -2.0]),
+        ({"logits_mup_width_multiplier": 4.0}, [0.25, -2.0]),
+        ({"output_multiplier": 0.25}, [0.25, -2.0]),
+        ({"output_multiplier": 0.5, "final_logit_softcapping": 2.0}, [2 * tanh(0.25), 2 * tanh(-2.0)]),
         ({}, [1.0, -8.0]),
     ],
 )
 def test_logits_are_bounded_as_the_language_models_config_says(text: dict[str, Any], expected: list[float]):
-    config = cast(Any, SimpleNamespace(get_text_config=lambda: SimpleNamespace(**text)))
-    assert final_logits(torch.tensor([1.0, -8.0]), config).tolist() == pytest.approx(expected)
+    assert final_logits(torch.tensor([1.0, -8.0]), model_with(text)).tolist() == pytest.approx(expected)
+
+
+def test_a_scale_of_logits_that_the_model_does_not_read_is_ignored():
+    """Cohere 2 Vision has such a scale in the config of its language model, Cohere Compass also in the model."""
+    logits = torch.tensor([1.0, -8.0])
+    assert final_logits(logits, model_with({"logit_scale": 0.5})).tolist() == [1.0, -8.0]
+    assert final_logits(logits, model_with({"logit_scale": 0.5}, logit_scale=0.5)).tolist() == [0.5, -4.0]
+
+
+def model_with(text: dict[str, Any], **own: float) -> Any:
+    config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(**text))
+    return SimpleNamespace(config=config, **own)
