@@ -114,6 +114,14 @@ def image_token_id(processor: Any) -> int | None:
     return next((each for each in found if each is not None), convert(token) if token else None)
 
 
+def token_kinds(processor: Any) -> dict[str, bool]:
+    """Return the argument that asks a processor for the kind of each token, if its model takes the kinds.
+
+    Most of these processors return them anyway. Cosmos 3 Edge's does not.
+    """
+    return {"return_mm_token_type_ids": True} if "mm_token_type_ids" in processor.model_input_names else {}
+
+
 Parts = tuple["Tensor", dict[str, "Tensor"], dict[str, "Tensor"]]
 """Token ids (tokens,), further inputs per token, and inputs of images and videos."""
 
@@ -222,9 +230,14 @@ class PromptBuilder:
         try:
             self._check_marks(sample)
             features = self._features(sample)
-        except (ValueError, TypeError, jinja2.TemplateError) as error:
-            advice = unequal_lengths(sample.videos)
-            raise DataError(f"Sample {sample.sample_id}: {advice}the model's processor refuses it: {error}") from error
+        except (ValueError, TypeError, StopIteration, jinja2.TemplateError) as error:
+            advice, reason = unequal_lengths(sample.videos), str(error) or type(error).__name__
+            raise DataError(f"Sample {sample.sample_id}: {advice}the model's processor refuses it: {reason}") from error
+        if (num_prompts := len(features["input_ids"])) != 1:
+            raise DataError(
+                f"Sample {sample.sample_id}: the model's processor makes {num_prompts} prompts of it. "
+                "It writes prompts of its own."
+            )
         token_ids, token_inputs, mm_inputs = split_features(features)
         image_sizes = self._image_sizes(mm_inputs) if sample.images else []
         prompt = Prompt(sample, token_ids, token_inputs, mm_inputs, image_sizes)
@@ -240,7 +253,7 @@ class PromptBuilder:
             return split_features({"input_ids": ids} | inputs)
         features = self.processor(
             text=[text], images=list(images) or None, return_tensors="pt", add_special_tokens=False,
-            **self._frames(videos),
+            **token_kinds(self.processor), **self._frames(videos),
         )  # fmt: skip
         return split_features(features)
 
@@ -287,8 +300,9 @@ class PromptBuilder:
 
     def _chat(self, sample: Sample) -> BatchFeature:
         form: dict[str, Any] = {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
-        if sample.videos:
-            form["processor_kwargs"] = as_sampled(self.processor, sample.videos)
+        kinds, videos = token_kinds(self.processor), as_sampled(self.processor, sample.videos) if sample.videos else {}
+        if kinds or videos:
+            form["processor_kwargs"] = kinds | videos
         return self.templated(sample.messages, sample.images, sample.videos, **form)
 
     def templated(
@@ -319,6 +333,7 @@ class PromptBuilder:
             text=[self._lines(sample)],
             images=list(sample.images) or None,
             return_tensors="pt",
+            **token_kinds(self.processor),
             **self._frames(sample.videos),
         )
 

@@ -2,6 +2,7 @@
 
     get_encoder("image")   the vision tower
     get_decoder()          the language model; other parts that are not for audio are projectors
+    get_image_features     the arguments that have pixels
     get_rope_index         positions, if the model has this function
     config                 the ids of placeholder tokens, under their usual names
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import re
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -67,6 +69,7 @@ def derive(config: PreTrainedConfig) -> Family:
         name,
         vision,
         other_modules=audio,
+        pixels=pixels_of(model.base_model.get_image_features),
         row_positions=rope_positions if hasattr(model.base_model, "get_rope_index") else text_positions,
         image_token=image_token,
         other_placeholders=tuple(each for each in vars(config) if re.fullmatch(PLACEHOLDER, each)),
@@ -74,6 +77,12 @@ def derive(config: PreTrainedConfig) -> Family:
         unshardable=UNSHARDABLE,
         is_derived=True,
     )
+
+
+def pixels_of(function: Any) -> tuple[str, ...]:
+    """Return the arguments of `get_image_features` that have pixels and no default. A model can have two towers."""
+    arguments = signature(function).parameters.values()
+    return tuple(each.name for each in arguments if "pixel_values" in each.name and each.default is each.empty)
 
 
 def named(config: PreTrainedConfig) -> str:

@@ -90,6 +90,8 @@ class Family:
     row_positions: Callable[[PreTrainedModel, Inputs, Sequence[Inputs]], Int[Tensor, "axes tokens"]] = text_positions
     """Position ids of a row with the images of prompts and observations, in order. Text continues at the maximum + 1,
     on every axis."""
+    pixels: tuple[str, ...] = ("pixel_values",)
+    """Arguments of the model's forward that have pixels of images. They get features in place of pixels."""
     image_token: str = "image_token_id"
     """Config attribute with the id of an image's placeholder token."""
     videos: Literal["patches", "images"] | None = None

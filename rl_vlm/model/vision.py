@@ -220,9 +220,11 @@ class VisionEncoder:
         outputs: dict[str, list[Any]] = {}
         for (argument, of_kind), getter in zip(KINDS, self.family.getters, strict=True):
             if some := [part for each in features if (part := of_kind(each)) is not None]:
-                arguments[argument] = joined_embeddings(some)
-                is_stacked = self.family.stacks_videos and argument == "pixel_values_videos"
-                outputs.setdefault(getter, []).append(joined_output(arguments[argument], some, is_stacked))
+                joined = joined_embeddings(some)
+                is_image = argument == "pixel_values"
+                arguments |= dict.fromkeys(self.family.pixels if is_image else (argument,), joined)
+                is_stacked = self.family.stacks_videos and not is_image
+                outputs.setdefault(getter, []).append(joined_output(joined, some, is_stacked))
         for getter, found in outputs.items():
             setattr(inner, getter, returning(found))
         try:
@@ -353,9 +355,14 @@ JOINED: dict[str, Callable[[Sequence[Rendered]], dict[str, Tensor]]] = {
 an input, the family's `image_features` takes both kinds."""
 
 
+def vision_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return the tower's config, or the model's if the tower has none (Fuyu) or another name for it (Emu3)."""
+    return getattr(config, "vision_config", config)
+
+
 def num_patches(config: PreTrainedConfig, rendered: Rendered) -> int:
     """Return the number of patches that the vision tower computes for images and videos, padding included."""
-    patch_size = getattr(config.vision_config, "patch_size", DEFAULT_PATCH_SIZE)
+    patch_size = getattr(vision_config(config), "patch_size", DEFAULT_PATCH_SIZE)
     side = patch_size if isinstance(patch_size, int) else patch_size[0]
     return num_pixels(config, rendered) // side**2
 
@@ -365,8 +372,8 @@ def num_pixels(config: PreTrainedConfig, rendered: Rendered) -> int:
 
     Frames of one temporal patch count once, as the tower computes them together.
     """
-    values_per_pixel = 3 * getattr(config.vision_config, "temporal_patch_size", 1)
-    found = [rendered.mm_inputs[name] for name, _ in KINDS if name in rendered.mm_inputs]
+    values_per_pixel = 3 * getattr(vision_config(config), "temporal_patch_size", 1)
+    found = [values for name, values in rendered.mm_inputs.items() if "pixel_values" in name]
     if longest := row_length(rendered):
         return sum(len(rows) * longest * rows.shape[2] for rows in found) // values_per_pixel
     return sum(rows.numel() for rows in found) // values_per_pixel
@@ -378,7 +385,7 @@ def patch_cost(config: PreTrainedConfig) -> float:
     It is (depth x width) of the tower / (depth x width) of the language model, or 1 if the config does not give the
     tower's depth and width.
     """
-    vision, text = config.vision_config, config.get_text_config()
+    vision, text = vision_config(config), config.get_text_config()
     depth = getattr(vision, "depth", None) or getattr(vision, "num_hidden_layers", None)
     width = getattr(vision, "embed_dim", None) or getattr(vision, "hidden_size", None)
     return depth * width / (text.num_hidden_layers * text.hidden_size) if depth and width else 1.0

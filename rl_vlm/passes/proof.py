@@ -167,8 +167,10 @@ def refuse(check: ProofCheck, device: torch.device) -> None:
     failed = [str(each) for each in check.comparisons if not each.holds]
     what = f"{check.of[0].upper()}{check.of[1:]}"
     differ = "do not differ" if any(each.unlike for each in check.comparisons) else "differ"
-    found = check.problem or f"{differ} on {device_name(device)} in {' and in '.join(failed)}"
-    raise ModelError(f"{what} {found}. {ADVICE[check.of]} model.verify: off skips this check.")
+    found = (
+        f": {check.problem}" if check.problem else f" {differ} on {device_name(device)} in {' and in '.join(failed)}"
+    )
+    raise ModelError(f"{what}{found}. {ADVICE[check.of]} model.verify: off skips this check.")
 
 
 ADVICE = {
@@ -182,5 +184,5 @@ ADVICE = {
     OTHER_PROMPTS: "Prompts do not arrive.",
     SIBLINGS: "One completion sees another, so its log-probs are of another text.",
     ROLLOUTS: "The engine samples from another distribution than the one that is trained.",
-    GRADIENTS: "Nothing there would be trained.",
+    GRADIENTS: "model.freeze_vision_tower freezes the tower, and model.use_peft trains an adapter alone.",
 }

@@ -33,6 +33,7 @@ from rl_vlm.distributed.shards import whole_shape
 from rl_vlm.distributed.strategy import Strategy
 from rl_vlm.errors import ModelError, OutOfMemory, shorten
 from rl_vlm.model.in_memory import free_host_memory
+from rl_vlm.model.probe import weights_behind
 from rl_vlm.passes.checked_groups import (
     ALL,
     CheckedSize,
@@ -364,6 +365,9 @@ class StartCheck:
         for part, names in parts.items():
             if names and len(without[part]) == len(names):
                 return ProofCheck(GRADIENTS, problem=f"no trained weight of {part} has a gradient")
+        behind = self.weights_behind_features(checked)
+        if lost := [name for name, p in trained.items() if id(p) in behind]:
+            return ProofCheck(GRADIENTS, problem=f"{lost[0]} gets no gradient from features of images")
         unused = [name for names in without.values() for name in names]
         if unused:
             named = f"{', '.join(unused[:3])}{', …' if len(unused) > 3 else ''}"
@@ -371,3 +375,16 @@ class StartCheck:
                 "%d of %d trained weights have no gradient in the first rows: %s", len(unused), len(trained), named
             )
         return ProofCheck(GRADIENTS)
+
+    def weights_behind_features(self, checked: Checked) -> set[int]:
+        """Return the `id`s of trained weights that the features of a frozen tower depend on.
+
+        The tower runs without gradients, so these weights would learn nothing from images. Features can be embeddings
+        of the language model (Emu3).
+        """
+        vision = self.rounds.policy.vision
+        prompts = [group.group.prompt for group in checked.rows.groups if group.group.prompt.mm_inputs]
+        if not vision.family.is_derived or not vision.is_frozen or not prompts:
+            return set()
+        with torch.enable_grad():
+            return weights_behind(vision.run(prompts[:1])[prompts[0]].embeddings)

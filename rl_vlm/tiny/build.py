@@ -50,7 +50,7 @@ def build_tiny(
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         config = parts.config(tokenizer, hidden_size, **seen)
-        for part in (config, config.text_config, config.vision_config):
+        for part in (config, config.get_text_config(), getattr(config, "vision_config", config)):
             part.initializer_range = initializer_range
         model = AutoModelForImageTextToText.from_config(config)
         if parts.after_init:

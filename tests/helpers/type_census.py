@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as TYPES
 
-from rl_vlm.errors import ModelError, shorten
+from rl_vlm.errors import ModelError, RLVLMError, shorten
 from rl_vlm.log.starts import read_starts
 from rl_vlm.model.derived import derived_family
 from rl_vlm.model.families import FAMILIES
@@ -22,6 +22,7 @@ from rl_vlm.passes.proof import SHARED
 from rl_vlm.run.run import train
 from tests.helpers.builders import sharp_checkpoint
 from tests.helpers.tiny_run import make_config
+from tests.tiny.rare import CONFIGS
 from tests.tiny.unlisted import UNLISTED
 
 PAGE = Path("docs/families.md")
@@ -36,7 +37,7 @@ def outcome_of_training(name: str) -> str:
         checkpoint = sharp_checkpoint(name, Path(folder) / "model")
         try:
             train(make_config(checkpoint, Path(folder) / "run", max_steps=1))
-        except ModelError as error:
+        except RLVLMError as error:
             return refused(error)
         proof = read_starts(Path(folder) / "run")[-1]["proof"]
         is_shared = proof["fallback"] is None and any(each["check"].startswith(SHARED) for each in proof["checks"])
@@ -44,17 +45,18 @@ def outcome_of_training(name: str) -> str:
 
 
 def outcome_of_facts(model_type: str) -> str:
-    """Derive the facts of a type that has no tiny model, from its default config."""
+    """Derive the facts of a type that has no tiny model, from a tiny config or its default one."""
     try:
-        derived_family(AutoConfig.for_model(model_type))
+        derived_family(CONFIGS[model_type]() if model_type in CONFIGS else AutoConfig.for_model(model_type))
     except ModelError as error:
-        return refused(error) if "cannot be created" not in str(error) else "not tried: no default model"
+        is_default = model_type not in CONFIGS
+        return "not tried: no default model" if is_default and "cannot be created" in str(error) else refused(error)
     except Exception as error:  # of the config's own code
         return f"not tried: no default config ({type(error).__name__})"
     return "not tried: no tiny model"
 
 
-def refused(error: ModelError) -> str:
+def refused(error: RLVLMError) -> str:
     return "refused: " + shorten(str(error).split("is not supported: ")[-1].replace("|", "/"), 160)
 
 

@@ -148,7 +148,7 @@ def test_a_frozen_language_model_that_should_be_trained_ends_the_run(
 ) -> None:
     trainer, groups = trainer_of(sharp_checkpoint("qwen2_5_vl", tmp_path))
     monkeypatch.setattr(probing, "weights_behind", lambda output: set())
-    with pytest.raises(ModelError, match="Trained weights no trained weight of the language model has a gradient"):
+    with pytest.raises(ModelError, match="Trained weights: no trained weight of the language model has a gradient"):
         trainer.start_check.run(groups)
 
 

@@ -1,12 +1,13 @@
 """Types without a row in the table of families: the proof before the first step decides."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from torch import Tensor
 
-from rl_vlm.errors import ConfigError, ModelError
+from rl_vlm.errors import ConfigError, ModelError, RLVLMError
 from rl_vlm.log.starts import read_starts
 from rl_vlm.model import derived, policy
 from rl_vlm.model.family import text_positions
@@ -22,7 +23,7 @@ from tests.helpers.wrong_rows import see_each_other
 from tests.tiny.unlisted import REFUSED, UNLISTED
 
 TRAINED = sorted(UNLISTED.keys() - REFUSED.keys())
-HAS_STATES = "hybrid"
+HAVE_STATES = {"hybrid", "glm5_next", "inkling_mm_model"}
 CI = {"vipllava", "lighton_ocr"}
 
 
@@ -30,16 +31,16 @@ def lines_of_proof(output_dir: Path) -> list[str]:
     return [each["check"] for each in read_starts(output_dir)[-1]["proof"]["checks"]]
 
 
-@pytest.mark.parametrize("name", in_tiers(TRAINED, {HAS_STATES, "lighton_ocr"}, CI))
+@pytest.mark.parametrize("name", in_tiers(TRAINED, {"hybrid", "lighton_ocr"}, CI))
 def test_a_proven_type_trains(tmp_path: Path, name: str) -> None:
     checkpoint = sharp_checkpoint(name, tmp_path / "model")
     train(make_config(checkpoint, tmp_path / "run", max_steps=2))
     lines = lines_of_proof(tmp_path / "run")
     assert any(line.startswith(f"{OWN_FORWARD} differ in log-probs by ") for line in lines)
-    assert any(line.startswith(f"{SHARED} differ in log-probs by ") for line in lines) == (name != HAS_STATES)
+    assert any(line.startswith(f"{SHARED} differ in log-probs by ") for line in lines) == (name not in HAVE_STATES)
     assert f"{GRADIENTS} all have a gradient" in lines
     first, second = metric_lines(tmp_path / "run")
-    assert ("compute/shared_forwards" in first) == (name != HAS_STATES)
+    assert ("compute/shared_forwards" in first) == (name not in HAVE_STATES)
     assert second["grad_norm"] > 0
 
 
@@ -50,7 +51,7 @@ def test_its_rows_are_those_of_its_own_forward(tmp_path: Path, name: str) -> Non
     measured = measure(sharp_checkpoint(name, tmp_path / "model"), names)
     assert measured.dense.logprobs <= 1e-5
     assert measured.dense_fp64.worst <= 1e-9
-    if name != HAS_STATES:
+    if name not in HAVE_STATES:
         assert measured.shared is not None and measured.shared_fp64 is not None
         assert measured.shared.logprobs <= 1e-5
         assert measured.shared_fp64.worst <= 1e-9
@@ -59,7 +60,26 @@ def test_its_rows_are_those_of_its_own_forward(tmp_path: Path, name: str) -> Non
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_a_type_that_cannot_be_trained_is_refused(tmp_path: Path, name: str) -> None:
     checkpoint = sharp_checkpoint(name, tmp_path / "model")
-    with pytest.raises(ModelError, match=REFUSED[name]):
+    with pytest.raises(RLVLMError, match=REFUSED[name]):
+        train(make_config(checkpoint, tmp_path / "run", max_steps=1))
+
+
+def test_weights_that_learn_nothing_from_images_end_the_run(tmp_path: Path) -> None:
+    """Features of Emu3's images are rows of its language model's embeddings. An adapter does not train those."""
+    checkpoint = sharp_checkpoint("emu3", tmp_path / "model")
+    with pytest.raises(ModelError, match=r"embed_tokens\.weight gets no gradient from features of images"):
+        train(make_config(checkpoint, tmp_path / "full", max_steps=1, freeze_vision_tower=True))
+    train(make_config(checkpoint, tmp_path / "adapter", max_steps=1, use_peft=True))
+    assert f"{GRADIENTS} all have a gradient" in lines_of_proof(tmp_path / "adapter")
+
+
+def test_a_scale_of_logits_with_another_meaning_ends_the_run(tmp_path: Path) -> None:
+    """HyperCLOVA X multiplies logits by a number by which Granite divides them."""
+    checkpoint = sharp_checkpoint("hyperclovax_vision_v2", tmp_path / "model")
+    config = json.loads((checkpoint / "config.json").read_text())
+    config["text_config"]["logits_scaling"] = 0.5
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=r"Dense rows and the model's own forward differ .* in log-probs by"):
         train(make_config(checkpoint, tmp_path / "run", max_steps=1))
 
 

@@ -14,6 +14,7 @@ from rl_vlm.tiny.qwen import QWEN, qwen_processor, token_ids
 from rl_vlm.tiny.qwen import SPECIAL_TOKENS as QWEN_TOKENS
 from tests.tiny.glm import GLM
 from tests.tiny.llava import GRIDS, PIXTRAL_TOKENS, TILE
+from tests.tiny.rare import RARE
 from tests.tiny.tiles import TOKENS_PER_TILE
 
 IMAGE, VIDEO = "<image>", "<video>"
@@ -275,11 +276,16 @@ UNLISTED: dict[str, TinyFamily] = {
     "muse_glimmer": TinyFamily(MUSE_TOKENS, muse_glimmer_config, muse_glimmer_processor),
     "hybrid": TinyFamily((IMAGE, VIDEO), hybrid_config, llava_like("VipLlavaConfig", clip_images).processor),
     "glmga": renamed(GLM["glm46v"], "GlmgaConfig"),
+    **RARE,
 }
 
 REFUSED = {
-    "cosmos3_edge": "missing 1 required positional argument: 'mm_token_type_ids'",
-    "deepseek_vl_hybrid": "Both pixel_values and high_res_pixel_values should be specified",
+    "shieldgemma2": "the model's processor makes 3 prompts of it",
+    "fuyu": "the model's processor refuses it: StopIteration",
+    "emu3": "Trained weights: no trained weight of the vision tower has a gradient",
 }
-"""Types that cannot be trained, with a part of the reason. A processor returns no kinds of tokens for the
-positions, and a model needs the pixels of two towers."""
+"""Types that cannot be trained, with a part of the reason.
+
+A classifier's processor writes one prompt per policy, another writes the places of images itself, and a tower chooses
+tokens of a vocabulary.
+"""

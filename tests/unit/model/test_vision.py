@@ -18,6 +18,7 @@ from rl_vlm.model.vision import (
     joined_embeddings,
     joined_output,
     num_items,
+    num_patches,
     num_pixels,
     patch_cost,
     split_features,
@@ -416,3 +417,17 @@ def test_features_are_counted_for_images_and_for_videos():
         split_features(output, [both], [4], [1])
     with pytest.raises(ModelError, match="sample s have 3 video placeholders, but the videos became 2 features"):
         split_features(output, [both], [5], [3])
+
+
+def test_pixels_of_all_towers_count():
+    """Two inputs of images are for two towers, or have another name. The numbers of patches are no pixels."""
+    config = SimpleNamespace(vision_config=SimpleNamespace())
+    names = {"high_res_pixel_values": torch.zeros(1, 3, 4, 4), "pixel_values_images": torch.zeros(1, 3, 2, 2)}
+    prompt = replace(make_prompt("a", []), mm_inputs=names | {"num_local_patches": torch.tensor([7])})
+    assert num_pixels(cast(Any, config), prompt) == 4 * 4 + 2 * 2
+
+
+def test_patches_of_a_model_without_a_config_of_its_tower_count():
+    """Fuyu's patches are in the model's own config."""
+    prompt = replace(make_prompt("a", []), mm_inputs={"pixel_values": torch.zeros(1, 3, 8, 8)})
+    assert num_patches(cast(Any, SimpleNamespace(patch_size=4)), prompt) == 4
