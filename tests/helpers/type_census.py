@@ -1,12 +1,15 @@
 """What becomes of every image-text type of the installed transformers.
 
-python -m tests.helpers.type_census        trains tiny models of types without a row, and writes the list of
-                                           docs/families.md
+python -m tests.helpers.type_census              trains tiny models of types without a row, and writes the list of
+                                                 docs/families.md
+python -m tests.helpers.type_census emu3 fuyu    writes the lines of these types again
 """
 
 from __future__ import annotations
 
 import logging
+import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -60,12 +63,21 @@ def refused(error: RLVLMError) -> str:
     return "refused: " + shorten(str(error).split("is not supported: ")[-1].replace("|", "/"), 160)
 
 
-def outcomes() -> Iterator[tuple[str, str]]:
+def outcomes(known: dict[str, str]) -> Iterator[tuple[str, str]]:
+    """Yield what becomes of each type: what is known, or else what a trial finds."""
     for model_type in sorted(TYPES):
         if model_type in FAMILIES:
             yield model_type, "row"
+        elif model_type in known:
+            yield model_type, known[model_type]
         else:
             yield model_type, (outcome_of_training if model_type in UNLISTED else outcome_of_facts)(model_type)
+
+
+def listed(page: str) -> dict[str, str]:
+    """Return the lines of the page's list, by type."""
+    lines = page.split(BEGINS)[1].split(ENDS)[0].strip().splitlines()[2:]
+    return dict(re.findall(r"\| `(\S+)` \| (.+) \|", "\n".join(lines)))
 
 
 def written(page: str, found: dict[str, str]) -> str:
@@ -76,13 +88,14 @@ def written(page: str, found: dict[str, str]) -> str:
     return "\n".join([before + BEGINS, "", *lines, "", ENDS]) + rest.split(ENDS)[1]
 
 
-def main() -> None:
+def main(types: list[str]) -> None:
     logging.disable(logging.CRITICAL)
-    found = dict(outcomes())
+    known = {name: what for name, what in listed(PAGE.read_text()).items() if name not in types} if types else {}
+    found = dict(outcomes(known))
     PAGE.write_text(written(PAGE.read_text(), found))
     for kind in ("row", "proven", "refused", "not tried"):
         print(kind, sum(what.startswith(kind) for what in found.values()))
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
