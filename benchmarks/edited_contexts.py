@@ -43,7 +43,7 @@ from benchmarks.flops import Training, Workload
 from benchmarks.report import result_arguments, run_benchmark
 from benchmarks.shapes import FIRST_TEXT_TOKEN, LAST_TEXT_TOKEN, SHAPES, make_prompt
 from benchmarks.sides import Setup
-from rl_vlm.distributed.collectives import SingleRank
+from rl_vlm.distributed.collectives import Collectives
 from rl_vlm.passes.budget import PlannedBudget, TokenBudget
 from rl_vlm.passes.micro_batches import make_micro_batches
 from rl_vlm.passes.schedule import make_schedule
@@ -155,7 +155,7 @@ class Episodes:
         """Run the schedule of micro-batches under the token budget."""
         group, vision, total = with_copies(self.edited), self.policy.vision, 0.0
         self.policy.start_step()
-        budget = TokenBudget(SingleRank(self.policy.device), Progress(1), vision, PlannedBudget(0))
+        budget = TokenBudget(Collectives(self.policy.device), Progress(1), vision, PlannedBudget(0))
         batches = make_micro_batches([group], self.args.micro_batch_tokens, "shared", budget.price)
         for work in make_schedule(batches, vision, group):
             members = work.forward.batch.members

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import distribute_tensor
 
 from rl_vlm.config.schema import RunConfig
-from rl_vlm.distributed.gradients import clip_and_update, reserve_update
 from rl_vlm.distributed.layers import layers_of, receive_weights
 from rl_vlm.distributed.ranks import Ranks
+from rl_vlm.distributed.strategy import Strategy
 
 
-class FSDP2:
-    """A `Strategy` that gathers each layer's weights for its forward and its backward.
+class FSDP2(Strategy):
+    """Gathers each layer's weights for its forward and its backward.
 
     accelerate ignores its own FSDP plugin on CPUs, so this class calls `fully_shard` on CPUs and GPUs alike.
     """
@@ -27,21 +27,15 @@ class FSDP2:
     def __init__(self, ranks: Ranks, config: RunConfig) -> None:
         from torch.distributed.device_mesh import init_device_mesh
 
-        self.ranks = ranks
-        self.max_grad_norm = config.train.max_grad_norm
-        sharding = ranks.launch.sharding
-        self.equal_calls = sharding.shards_weights
-        self.needs_all_gradients = sharding.kind.needs_all_gradients
-        self.is_sharded = sharding.shards_state
-        self.loads_empty = sharding.shards_weights and not ranks.is_main
+        super().__init__(ranks, ranks.launch.sharding, config.train.max_grad_norm)
+        self.launch = ranks.launch
         self.mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
 
     def place(self, policy: Any) -> None:
         """Shard the policy, one layer after the other, with the weights of rank 0."""
-        self.shard(policy, self.ranks.launch.reshard_after_forward)
+        self.shard(policy, self.launch.reshard_after_forward)
 
     def place_frozen(self, policy: Any) -> None:
-        """Shard a policy that is not trained."""
         self.shard(policy, reshard=True)
 
     def shard(self, policy: Any, reshard: bool) -> None:
@@ -54,7 +48,7 @@ class FSDP2:
 
         # A layer's inputs keep their dtype: rotary angles are float32.
         precision = MixedPrecisionPolicy(policy.compute_dtype, torch.float32, cast_forward_inputs=False)
-        for layer in layers_of(policy, self.ranks.launch.layers):
+        for layer in layers_of(policy, self.launch.layers):
             receive_weights(layer, self.ranks)
             fully_shard(layer, mesh=self.mesh, reshard_after_forward=reshard, mp_policy=precision)
         receive_weights(policy, self.ranks)
@@ -63,9 +57,8 @@ class FSDP2:
 
     def prepare(self, policy: Any, optimizer: torch.optim.Optimizer) -> nn.Module:
         """Return the policy, which computes gradients of its shards."""
-        self.policy, self.optimizer = policy, optimizer
         self.trains_adapter = policy.model is not policy.transformer
-        return policy
+        return super().prepare(policy, optimizer)
 
     def accumulating(self, last: bool) -> AbstractContextManager[None]:
         """Reduce an adapter's gradients in the last micro-batch of a step.
@@ -76,28 +69,13 @@ class FSDP2:
         return nullcontext()
 
     def backward(self, loss: Tensor, is_share: bool = True) -> None:
-        """Add a micro-batch's gradients."""
         (loss * (self.ranks.world_size if is_share else 1)).backward()  # FSDP2 averages over ranks
 
-    def reserve_update(self) -> None:
-        """Allocate the memory that `update` needs."""
-        reserve_update(self.optimizer)
-
-    def update(self, loss_is_finite: bool) -> tuple[float, bool]:
-        """Clip the gradients, and update the weights if loss and gradients are finite on all ranks."""
-        return clip_and_update(self.ranks, self.optimizer, self.max_grad_norm, loss_is_finite)
-
-    def clear_gradients(self) -> None:
-        """Drop the gradients."""
-        self.optimizer.zero_grad()
-
     def gathered(self) -> AbstractContextManager[None]:
-        """All-gather the policy's weights, for forwards that ranks run independently of each other."""
         return self.unsharded([self.policy, *self.layers()])
 
     @contextmanager
     def gathered_by_layer(self) -> Iterator[None]:
-        """Run forwards of the policy's modules, which gather their weights layer by layer. Ranks run them together."""
         for layer in self.layers():
             layer.set_reshard_after_forward(True, recurse=False)
         try:
@@ -105,7 +83,7 @@ class FSDP2:
                 yield
         finally:
             for layer in self.layers():
-                layer.set_reshard_after_forward(self.ranks.launch.reshard_after_forward, recurse=False)
+                layer.set_reshard_after_forward(self.launch.reshard_after_forward, recurse=False)
 
     def layers(self) -> list[Any]:
         """Return the policy's sharded layers."""
@@ -125,13 +103,12 @@ class FSDP2:
         finally:
             for unit in units:
                 unit.reshard()
-                reshard = unit is self.policy or self.ranks.launch.reshard_after_forward
+                reshard = unit is self.policy or self.launch.reshard_after_forward
                 unit.set_reshard_after_forward(reshard, recurse=False)
             # Ranks may have run other forwards, and would prefetch other layers in the next backward.
             units[0].reset_iter_state()
 
     def optimizer_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """Return a parameter's all-gathered optimizer state, or nothing if it was never updated."""
         state: dict[str, Any] = self.optimizer.state.get(parameter, {})
         return {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in state.items()}
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rl_vlm.distributed.ranks import Ranks
+from rl_vlm.distributed.collectives import Collectives
 from rl_vlm.distributed.shards import is_shard
 from rl_vlm.errors import LaunchError, listed
 
@@ -46,7 +46,7 @@ def layers_of(policy: Any, classes: Sequence[str] = ()) -> list[nn.Module]:
 
 
 @torch.no_grad()
-def receive_weights(module: nn.Module, ranks: Ranks) -> None:
+def receive_weights(module: nn.Module, ranks: Collectives) -> None:
     """Broadcast a module's buffers and unsharded weights from rank 0 to the devices of all ranks.
 
     Other ranks may hold the weights without storage, on the meta device.
@@ -63,7 +63,7 @@ def receive_weights(module: nn.Module, ranks: Ranks) -> None:
                 setattr(part, name, sent[parameter])
 
 
-def received(parameter: nn.Parameter, ranks: Ranks) -> nn.Parameter:
+def received(parameter: nn.Parameter, ranks: Collectives) -> nn.Parameter:
     """Return a parameter with rank 0's values on this rank's device. Other ranks may pass it without storage."""
     if parameter.is_meta:
         empty = torch.empty_like(parameter, device=ranks.device)

@@ -14,6 +14,7 @@ import torch
 from torch.distributed import DistError
 
 from rl_vlm.config.schema import TrainConfig
+from rl_vlm.distributed.collectives import Collectives
 from rl_vlm.distributed.launch_variables import kept_request, take_launch
 from rl_vlm.distributed.launcher import check_variables, is_one_of_several
 from rl_vlm.distributed.meeting_point import connect, init_method
@@ -31,7 +32,7 @@ If the interpreter ends before they have it, the process is aborted: "terminate 
 """
 
 
-class Ranks:
+class Ranks(Collectives):
     """One process's view of all processes, numbered by rank. A run on one process has a single rank."""
 
     stays_joined = False
@@ -88,19 +89,16 @@ class Ranks:
         return self.accelerator.device
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """Return element-wise sums over all ranks, computed in float64."""
         mark_progress()
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
         return self.accelerator.reduce(tensor, reduction="sum").tolist()
 
     def max(self, values: Sequence[int]) -> list[int]:
-        """Return the element-wise maximum over all ranks."""
         mark_progress()
         ranks = self.accelerator.gather(torch.tensor([values], device=self.device))  # (ranks, values)
         return ranks.amax(dim=0).tolist()
 
     def gather(self, values: list[T]) -> list[T]:
-        """Return the lists of all ranks, concatenated by rank, on every rank."""
         from accelerate.utils import gather_object
 
         mark_progress()
@@ -108,10 +106,6 @@ class Ranks:
 
     @contextmanager
     def agree(self) -> Iterator[None]:
-        """Raise an RLVLMError on every rank if the block raises it on any rank, so that no rank waits forever.
-
-        All ranks must enter the block. Ranks that have left it wait as long as others make progress in it.
-        """
         error = None
         try:
             yield
@@ -125,12 +119,10 @@ class Ranks:
                 raise failure
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Replace a tensor's values by rank 0's values."""
         if self.world_size > 1:
             torch.distributed.broadcast(tensor, src=0)
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        """Add up a tensor over all ranks, in place."""
         if self.world_size > 1:
             torch.distributed.all_reduce(tensor)
 

@@ -15,6 +15,7 @@ from rl_vlm.config.schema import RunConfig
 from rl_vlm.distributed.layers import layers_of, receive_weights
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.distributed.shards import rank_part, whole_shape
+from rl_vlm.distributed.strategy import Strategy
 from rl_vlm.distributed.zero_config import check_zero_config, row_of, zero_config
 from rl_vlm.errors import LaunchError
 
@@ -24,8 +25,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 logger = logging.getLogger(__name__)
 
 
-class ZeRO:
-    """A `Strategy` on DeepSpeed's engine.
+class ZeRO(Strategy):
+    """Uses DeepSpeed's engine.
 
     DeepSpeed 0.19.8 keeps gradients of the last step in its buffers. It replaces them in the first micro-batch of a
     step, and copies sums to an offloaded optimizer in the last one, but only for weights that have a gradient there.
@@ -35,19 +36,15 @@ class ZeRO:
         """Raise LaunchError if DeepSpeed is missing or too old, or if its config contradicts the run."""
         import_deepspeed()
         check_zero_config(ranks.launch.deepspeed, config, ranks.world_size)
-        self.ranks = ranks
         self.config = config
-        zero = ranks.launch.deepspeed["zero_optimization"]
+        self.settings = ranks.launch.deepspeed
+        zero = self.settings["zero_optimization"]
         self.name = f"ZeRO-{zero['stage']}"
-        self.sharding = row_of(zero)
-        self.equal_calls = self.sharding.shards_weights
-        self.needs_all_gradients = self.sharding.kind.needs_all_gradients
-        self.is_sharded = self.sharding.shards_state
-        self.loads_empty = self.sharding.shards_weights and not ranks.is_main
+        super().__init__(ranks, row_of(zero), config.train.max_grad_norm)
 
     def deepspeed_config(self, hidden_size: int) -> dict[str, Any]:
         """Return a new config for `deepspeed.initialize`."""
-        return zero_config(self.ranks.launch.deepspeed, self.config, hidden_size, self.ranks.device.type != "cpu")
+        return zero_config(self.settings, self.config, hidden_size, self.ranks.device.type != "cpu")
 
     def place(self, policy: Any) -> None:
         """Move the policy to the rank's device; at stage 3 shard it, one layer after the other."""
@@ -60,10 +57,9 @@ class ZeRO:
                 receive_weights(module, self.ranks)
                 deepspeed.zero.Init(module=module, config_dict_or_path=settings)
             gather_as(policy.compute_dtype, layers)
-        policy.to(self.ranks.device)
+        super().place(policy)
 
     def place_frozen(self, policy: Any) -> None:
-        """Place a policy that is not trained."""
         self.place(policy)
         if self.sharding.shards_weights:
             import deepspeed
@@ -99,7 +95,6 @@ class ZeRO:
         yield
 
     def backward(self, loss: Tensor, is_share: bool = True) -> None:
-        """Add a micro-batch's gradients."""
         # DeepSpeed averages over ranks. It drops gradients that are not finite, but ignores the loss. So a loss that is
         # not finite makes them NaN.
         factor = torch.where(loss.detach().isfinite(), float(self.ranks.world_size if is_share else 1), float("nan"))
@@ -109,17 +104,14 @@ class ZeRO:
         """Do nothing: DeepSpeed creates the moments when its engine is built, or in its first update."""
 
     def update(self, loss_is_finite: bool) -> tuple[float, bool]:
-        """Clip the gradients, and update the weights if loss and gradients are finite on all ranks."""
         self.engine.step()
         return float(self.engine.get_global_grad_norm()), self.engine.was_step_applied()
 
     def clear_gradients(self) -> None:
-        """Drop the gradients."""
         self.engine.optimizer.zero_grad()
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """All-gather the policy's weights, for forwards that ranks run independently of each other."""
         if not self.sharding.shards_weights:
             yield
             return
@@ -135,7 +127,6 @@ class ZeRO:
 
     @contextmanager
     def gathered_by_layer(self) -> Iterator[None]:
-        """Run forwards of the policy's modules, which gather their weights layer by layer. Ranks run them together."""
         offload: Any = self.engine.optimizer.parameter_offload
         offload.get_param_coordinator().reset_step()
         allow_reading(offload.module, True)

@@ -21,6 +21,7 @@ from rl_vlm.config.schema import RunConfig
 from rl_vlm.data.frames import frames_as_images
 from rl_vlm.data.images import image_urls, pixel_limits
 from rl_vlm.errors import RolloutError, shorten
+from rl_vlm.rollout.engine import RolloutEngine, WeightSource
 from rl_vlm.rollout.sampling import stream_keys
 from rl_vlm.rollout.waiting import run
 from rl_vlm.types import Completion, Group, Prompt, RolloutRequest, Sample, Sampling, ServedCompletion, Video
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from PIL.Image import Image
-
-    from rl_vlm.rollout.engine import WeightSource
 
 API_KEY = "OPENAI_API_KEY"
 LONGEST_PAUSE = 60.0
@@ -48,8 +47,8 @@ class MessageBuilder:
         return {}
 
 
-class OpenAIEngine:
-    """A `RolloutEngine` on `evaluation.endpoint_url`, which serves a model named `model.model_name_or_path`."""
+class OpenAIEngine(RolloutEngine):
+    """Samples from `evaluation.endpoint_url`, which serves a model named `model.model_name_or_path`."""
 
     def __init__(self, config: RunConfig) -> None:
         self.url = f"{(config.evaluation.endpoint_url or '').rstrip('/')}/chat/completions"
@@ -118,13 +117,6 @@ class OpenAIEngine:
     def sync(self, source: WeightSource, version: int) -> int:
         """Raise RolloutError: an endpoint cannot load the policy's weights."""
         raise RolloutError("evaluation.endpoint_url serves weights of its own and cannot take over the policy's")
-
-    def sleep(self) -> bool:
-        """Return True: the model is on another machine."""
-        return True
-
-    def close(self) -> None:
-        """Do nothing: no resources are held between requests."""
 
 
 def extensions(config: RunConfig) -> dict[str, Any]:

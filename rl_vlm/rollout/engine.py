@@ -28,7 +28,7 @@ class WeightSource(Protocol):
     @property
     def is_sharded(self) -> bool:
         """Return whether each rank holds a shard of the weights. If so, all ranks must join an all-gather."""
-        ...
+        return False
 
     def save_adapter(self, directory: Path) -> int:
         """Write the adapter in PEFT's format to a new or empty directory, and return its size in bytes."""
@@ -40,7 +40,6 @@ class WeightSource(Protocol):
 
     def join_gathering(self) -> None:
         """Join the all-gather on a rank that sends no weights. Called once, instead of the methods above."""
-        ...
 
 
 @runtime_checkable
@@ -62,11 +61,10 @@ class RolloutEngine(Protocol):
 
     def sleep(self) -> bool:
         """Free memory of the trainer's device until the engine is next used. Return whether its weights are kept."""
-        ...
+        return True
 
     def close(self) -> None:
         """Free the engine's resources. It cannot generate afterwards."""
-        ...
 
 
 class TurnLost(RolloutError):

@@ -43,7 +43,7 @@ from rl_vlm.model.shared_prefix import attention_layout, routes_attention
 from rl_vlm.model.softcap import final_logits
 from rl_vlm.model.vision import VisionEncoder
 from rl_vlm.passes.recovery import Failure, described, repeated
-from rl_vlm.rollout.engine import WeightSource
+from rl_vlm.rollout.engine import RolloutEngine, WeightSource
 from rl_vlm.rollout.lockstep import Lockstep
 from rl_vlm.rollout.sampling import EndOfTurn, next_tokens, stream_keys
 from rl_vlm.rollout.weights import PolicyWeights
@@ -126,8 +126,8 @@ class Prefix:
         return GroupLayout(self.groups, layers, num_new, num_keys=self.mask.shape[1] + num_before + num_new)
 
 
-class HFEngine:
-    """A `RolloutEngine` on a transformers model."""
+class HFEngine(RolloutEngine):
+    """Samples from a transformers model, which holds the policy's own weights."""
 
     def __init__(
         self,
@@ -188,13 +188,6 @@ class HFEngine:
     def together(self, num_vision_calls: int) -> AbstractContextManager[None]:
         """Return the context of one forward with this many vision calls. In lockstep, all ranks run it together."""
         return nullcontext() if self.lockstep is None else self.lockstep.forward(num_vision_calls)
-
-    def sleep(self) -> bool:
-        """Return True: the engine holds only the policy's own weights."""
-        return True
-
-    def close(self) -> None:
-        """Do nothing: the engine holds only the policy's own weights."""
 
     @torch.no_grad()
     def generate(self, requests: Sequence[RolloutRequest], sampling: Sampling) -> list[Group]:

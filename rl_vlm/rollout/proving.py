@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 
 from rl_vlm.config.schema import RunConfig
-from rl_vlm.distributed.collectives import SingleRank
+from rl_vlm.distributed.collectives import Collectives
 from rl_vlm.model.policy import Policy
 from rl_vlm.passes.checked_groups import unscored
 from rl_vlm.passes.proof import ROWS, Proof, ProofCheck
@@ -37,7 +37,7 @@ class EngineCheck:
         """Check some of the groups, if the check is due. Raises ModelError if a check does not hold."""
         assert self.policy is not None, "a check without a policy is not due"
         self.is_due = False
-        check = StartCheck(self.config, Rounds.of_untrained(self.config, SingleRank(self.policy.device), self.policy))
+        check = StartCheck(self.config, Rounds.of_untrained(self.config, Collectives(self.policy.device), self.policy))
         try:
             check.run([unscored(group) for group in groups], self.engine.policy_version)
         finally:

@@ -23,6 +23,7 @@ from rl_vlm.model.blocks import as_in_checkpoints, by_block, untied
 from rl_vlm.model.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_json
 from rl_vlm.model.lora import adapts_tied_weight
 from rl_vlm.model.policy import Policy
+from rl_vlm.rollout.engine import WeightSource
 from rl_vlm.rollout.vllm.arguments import read_weights
 
 
@@ -97,7 +98,7 @@ class PolicyWeights:
                 yield name, weight.to(self.policy.compute_dtype)
 
 
-class CheckpointWeights:
+class CheckpointWeights(WeightSource):
     """A checkpoint's directory as the `WeightSource` of a rollout engine."""
 
     def __init__(self, directory: Path, is_adapter: bool) -> None:
@@ -106,10 +107,6 @@ class CheckpointWeights:
             raise ConfigError(f"{directory} is no directory: servers can be sent checkpoints of this file system only")
         self.directory = directory
         self.sends_adapter = is_adapter
-        self.is_sharded = False
-
-    def join_gathering(self) -> None:
-        """Do nothing: the files are not sharded."""
 
     def save_adapter(self, directory: Path) -> int:
         """Copy the adapter's files, and return the size of its weights in bytes."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rl_vlm.algorithm.objective import Objective
 from rl_vlm.data.sampler import Draw
-from rl_vlm.distributed.collectives import Collectives, SingleRank
+from rl_vlm.distributed.collectives import Collectives
 from rl_vlm.distributed.ddp import DDP
 from rl_vlm.log.metrics import StepMetrics
 from rl_vlm.model.policy import Policy
@@ -30,7 +30,7 @@ WHOLE = 8192
 
 def make_budget(policy: Policy, tokens: int = WHOLE) -> TokenBudget:
     """A budget of one rank."""
-    return TokenBudget(SingleRank(CPU), Progress(1), policy.vision, PlannedBudget(tokens))
+    return TokenBudget(Collectives(CPU), Progress(1), policy.vision, PlannedBudget(tokens))
 
 
 def make_trainer(
@@ -43,7 +43,7 @@ def make_trainer(
 ) -> Trainer:
     """A trainer that is given its groups, on one rank, with the policy's weights on the host."""
     config = make_config("unused", Path("unused"), **{"micro_batch_tokens": WHOLE, **settings})
-    ranks = ranks or SingleRank(CPU)
+    ranks = ranks or Collectives(CPU)
     planned = PlannedBudget(cast(int, config.memory.micro_batch_tokens))
     return given_trainer(config, ranks, cast(Any, strategy or DDP(ranks, 0.0)), policy, reference, groups, planned)
 

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rl_vlm.config.schema import RunConfig, SharedAttention
-from rl_vlm.distributed.collectives import SingleRank
+from rl_vlm.distributed.collectives import Collectives
 from rl_vlm.model.shared_prefix import MaskFunction, RowLayout
 from rl_vlm.plan.tracing import step
 from rl_vlm.plan.tracing.fake import fake_tensors
@@ -217,7 +217,7 @@ def host_syncs(config: RunConfig, checkpoint: str, groups: list[ScoredGroup]) ->
     ):
         with torch.device(DEVICE):
             step.make_models_fake(policy, reference)
-        steps = step.TracedSteps(config, policy, reference, groups, 2, live, tokens, SingleRank(DEVICE), [syncs])
+        steps = step.TracedSteps(config, policy, reference, groups, 2, live, tokens, Collectives(DEVICE), [syncs])
         torch._C._set_only_lift_cpu_tensors(True)  # `torch.tensor` copies to the device by an operator, as with CUDA
         with syncs:
             steps.take()  # makes the optimizer state

@@ -17,7 +17,7 @@ from benchmarks import gpu
 from benchmarks.gpu_parts import attention, correctness, memory, vllm_engine
 from benchmarks.gpu_parts.bench import Bench, peak_flops
 from benchmarks.gpu_parts.training_pass import kind_of
-from rl_vlm.distributed.collectives import SingleRank
+from rl_vlm.distributed.collectives import Collectives
 from rl_vlm.passes.budget import PlannedBudget, TokenBudget
 from rl_vlm.stages import Stage
 from rl_vlm.types import Progress
@@ -137,7 +137,7 @@ def test_a_part_sees_its_allocator_and_no_gpu_on_a_cpu() -> None:
 
 
 def test_the_largest_budget_that_fits_is_found_by_bisection(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = SingleRank(torch.device("cpu"))
+    ranks = Collectives(torch.device("cpu"))
     budget = TokenBudget(ranks, Progress(max_steps=1), make_encoder(), PlannedBudget(0))
     trainer: Any = SimpleNamespace(passes=SimpleNamespace(recovery=SimpleNamespace(budget=budget)))
 

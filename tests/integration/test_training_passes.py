@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl_vlm.distributed.collectives import SingleRank
+from rl_vlm.distributed.collectives import Collectives
 from rl_vlm.distributed.ddp import DDP
 from rl_vlm.log.metrics import StepMetrics
 from rl_vlm.model.policy import Policy
@@ -163,7 +163,7 @@ def test_gradients_that_are_averaged_are_shares_once(checkpoint: Path, groups: l
     """The backward of a tower that runs apart has the factor from the gradients of the features."""
     policy = make_policy(checkpoint)
     found = []
-    for strategy in (DDP(SingleRank(CPU), 0.0), Averaging(SingleRank(CPU), 0.0)):
+    for strategy in (DDP(Collectives(CPU), 0.0), Averaging(Collectives(CPU), 0.0)):
         accumulate(make_trainer(policy, groups, strategy, micro_batch_tokens=CUT), groups)
         found.append(take_gradients(policy))
     alone, averaged = found
@@ -173,7 +173,9 @@ def test_gradients_that_are_averaged_are_shares_once(checkpoint: Path, groups: l
 class Noting(DDP):
     """Stands for ZeRO. Notes the weights to which each backward gives a gradient, by micro-batch."""
 
-    is_sharded = needs_all_gradients = True
+    def __init__(self) -> None:
+        super().__init__(Collectives(CPU), 0.0)
+        self.is_sharded = self.needs_all_gradients = True
 
     def prepare(self, policy: Any, optimizer: torch.optim.Optimizer) -> torch.nn.Module:
         self.micro_batches: list[list[set[str]]] = []
@@ -197,7 +199,7 @@ def test_the_first_and_the_last_backward_of_zero_reach_every_weight(
     """DeepSpeed keeps old sums of a weight that has no gradient there. The last run of a tower is apart from rows."""
     policy = make_policy(checkpoint)
     policy.vision.idle_prompt = make_prompt(checkpoint, idle_sample().images, ".")
-    strategy, given = Noting(SingleRank(CPU), 0.0), [groups[1] if text_alone else groups[0]]
+    strategy, given = Noting(), [groups[1] if text_alone else groups[0]]
     accumulate(make_trainer(policy, given, strategy, micro_batch_tokens=CUT), given)
     ran_apart = any(len(backwards) > 1 for backwards in strategy.micro_batches)
     assert ran_apart != text_alone
@@ -205,7 +207,7 @@ def test_the_first_and_the_last_backward_of_zero_reach_every_weight(
         assert backwards == {name for name, _ in policy.named_parameters()}
 
 
-class SecondOfTwo(SingleRank):
+class SecondOfTwo(Collectives):
     """A rank beside another one, which has a group to train on."""
 
     def max(self, values: Sequence[int]) -> list[int]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from rl_vlm.config.schema import RunConfig
-from rl_vlm.distributed.collectives import Collectives, SingleRank
+from rl_vlm.distributed.collectives import Collectives
 from rl_vlm.distributed.ddp import DDP
 from rl_vlm.distributed.optimizer import Optimizer
 from rl_vlm.distributed.progress import SignOfLife
@@ -87,7 +87,7 @@ class TracedSteps:
         The checks before the first step are left out. They compare values, and their rows are a few short ones.
         """
         config = config.model_copy(update={"model": config.model.model_copy(update={"verify": "off"})})
-        ranks = ranks or SingleRank(CPU)
+        ranks = ranks or Collectives(CPU)
         self.peaks = StagePeaks(Peaks(counter))
         stages = Stages(SignOfLife(), self.peaks, *listeners)
         planned, strategy = PlannedBudget(tokens), DDP(ranks, config.train.max_grad_norm)

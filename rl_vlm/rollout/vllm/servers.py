@@ -25,7 +25,7 @@ from torch import Tensor
 from rl_vlm.data.images import data_url, image_urls
 from rl_vlm.errors import RolloutError
 from rl_vlm.model.families import TokenRules
-from rl_vlm.rollout.engine import Submitted, TurnLost, WeightSource
+from rl_vlm.rollout.engine import RolloutEngine, Submitted, TurnLost, WeightSource
 from rl_vlm.rollout.vllm.arguments import ADAPTER_NAME
 from rl_vlm.rollout.vllm.client import ServerLost, VLLMClient
 from rl_vlm.rollout.vllm.nccl import NCCLSender
@@ -63,8 +63,8 @@ ContentPart = dict[str, str]
 logger = logging.getLogger(__name__)
 
 
-class VLLMServers:
-    """A `RolloutEngine` on running vLLM servers."""
+class VLLMServers(RolloutEngine):
+    """Samples from running vLLM servers, which have their own devices."""
 
     def __init__(
         self,
@@ -338,10 +338,6 @@ class VLLMServers:
         client.post("/start_weight_update")
         client.post("/update_weights", {"update_info": {"directory": str(self.folder.resolve())}})
         client.post("/finish_weight_update")
-
-    def sleep(self) -> bool:
-        """Return True: servers have their own devices."""
-        return True
 
     def close(self) -> None:
         self.is_closed = True

@@ -17,7 +17,7 @@ from rl_vlm.algorithm.objective import (
     trained_tokens,
 )
 from rl_vlm.config.schema import RunConfig
-from rl_vlm.distributed.collectives import SingleRank
+from rl_vlm.distributed.collectives import Collectives
 from rl_vlm.types import (
     Completion,
     Context,
@@ -71,7 +71,7 @@ def output_of(logprobs: Sequence[Sequence[float]], entropies: Sequence[Sequence[
     return PolicyOutput(values, torch.zeros_like(values) if entropies is None else torch.tensor(entropies))
 
 
-class OneOfTwo(SingleRank):
+class OneOfTwo(Collectives):
     """A rank beside another one, which has 5 tokens in 3 completions, and these entropies."""
 
     entropies = (0.5, 3.0)
@@ -87,7 +87,7 @@ class OneOfTwo(SingleRank):
 def objective_of(
     groups: Sequence[ScoredGroup],
     window: Sequence[ScoredGroup] | None = None,
-    ranks: SingleRank | None = None,
+    ranks: Collectives | None = None,
     outputs: Sequence[tuple[MicroBatch, PolicyOutput]] | None = None,
     rollout: Any = None,
     **algorithm: Any,
@@ -107,7 +107,7 @@ def objective_of(
 
     return Objective.of_step(
         config,
-        ranks or SingleRank(CPU),
+        ranks or Collectives(CPU),
         groups,
         window or groups,
         2 if window else 1,

@@ -2,7 +2,7 @@
 
 import torch
 
-from rl_vlm.distributed.collectives import SingleRank
+from rl_vlm.distributed.collectives import Collectives
 from rl_vlm.passes.budget import PlannedBudget, TokenBudget
 from rl_vlm.passes.changes import BudgetChange, BudgetReason
 from rl_vlm.stages import Stage
@@ -25,7 +25,7 @@ def budgets(budget: TokenBudget, num_steps: int) -> list[int]:
 
 
 def make_budget(*changes: BudgetChange) -> TokenBudget:
-    budget = TokenBudget(SingleRank(torch.device("cpu")), Progress(9), make_encoder(), PlannedBudget(100))
+    budget = TokenBudget(Collectives(torch.device("cpu")), Progress(9), make_encoder(), PlannedBudget(100))
     budget.replay(changes)
     return budget
 

@@ -10,7 +10,7 @@ from PIL import Image
 
 from rl_vlm.data.frames import frames_as_images
 from rl_vlm.data.prompts import SmallestPixels
-from rl_vlm.distributed.collectives import SingleRank
+from rl_vlm.distributed.collectives import Collectives
 from rl_vlm.errors import DataError
 from rl_vlm.model.vision import VisionEncoder
 from rl_vlm.passes.budget import PlannedBudget, TokenBudget
@@ -50,7 +50,7 @@ def large_prompts(
     tokens: int, is_set: bool = True, is_frozen: bool = False, min_pixels: int | None = 1, min_frame: int | None = 1
 ) -> LargePrompts:
     encoder = make_encoder(frozen=is_frozen)
-    setting, ranks = tokens if is_set else "auto", SingleRank(torch.device("cpu"))
+    setting, ranks = tokens if is_set else "auto", Collectives(torch.device("cpu"))
     vision = Tower(encoder.model, encoder.family)
     return LargePrompts(
         Priced(ranks, Progress(1), vision, PlannedBudget(tokens), setting), SmallestPixels(min_pixels, min_frame)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from rl_vlm.distributed.collectives import SingleRank
+from rl_vlm.distributed.collectives import Collectives
 from rl_vlm.passes.schedule import Round, make_schedule
 from rl_vlm.types import Completion, Context, MicroBatch, Observation, Prompt, Rendered, SubGroup
 from tests.unit.model.test_vision import make_batch, make_encoder, make_prompt
@@ -19,7 +19,7 @@ CUT = [make_batch([A], [A]), make_batch([A, B, C], [A, B]), make_batch([B], [B])
 """Micro-batches of two groups that are cut, and of one that is not."""
 
 
-class BesideAnother(SingleRank):
+class BesideAnother(Collectives):
     """The first of two ranks. The other one has these runs of its rounds, a first and a later dummy included."""
 
     def __init__(self, other: Sequence[tuple[int, int, int]]) -> None:
@@ -150,7 +150,7 @@ def test_ranks_without_micro_batches_have_no_rounds() -> None:
 
 def test_every_weight_gets_a_gradient_in_the_first_and_the_last_backward() -> None:
     """The tower runs in every forward, and a forward follows its own last backward."""
-    ranks = SingleRank(torch.device("cpu"))
+    ranks = Collectives(torch.device("cpu"))
     found = make_schedule(CUT, make_encoder(), SPARE, ranks, needs_all_gradients=True)
     assert runs(found) == [(1, 1, ""), (1, 1, "a"), (0, 1, "b"), (0, 1, "")]
     assert found[-1].forward.batch.is_dummy and [each.is_last for each in found] == [False] * 3 + [True]
