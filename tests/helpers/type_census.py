@@ -60,7 +60,8 @@ def outcome_of_facts(model_type: str) -> str:
 
 
 def refused(error: RLVLMError) -> str:
-    return "refused: " + shorten(str(error).split("is not supported: ")[-1].replace("|", "/"), 160)
+    reason = str(error).split("is not supported: ")[-1].split("Sample row-0: ")[-1]
+    return "refused: " + shorten(reason.replace("|", "/"), 160)
 
 
 def outcomes(known: dict[str, str]) -> Iterator[tuple[str, str]]:
