@@ -29,6 +29,7 @@ from rl_vlm.tools.instruments import INSTRUMENTS
 from rl_vlm.types import Prompt
 from tests.helpers.builders import sharp_checkpoint
 from tests.helpers.resuming import resumed
+from tests.helpers.tiers import in_tiers
 from tests.helpers.tiny_run import build_checkpoint, make_config, metric_lines, weights
 from tests.helpers.videos import noise_video, video_prompt
 from tests.tiny.build import build_tiny
@@ -74,7 +75,7 @@ def test_no_plan_takes_more_than_the_bound(family: str, tmp_path: Path):
         assert plan.training.total < bytes_at_most(config, checkpoint, prompt, 8192)
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", pytest.param("glm4v", marks=pytest.mark.slow), "internvl"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", *in_tiers(["glm4v", "internvl"], (), ())])
 def test_the_plan_of_a_video_has_its_true_size(family: str, tmp_path: Path):
     checkpoint = build_tiny(family, tmp_path / "model")
     config = make_config(str(checkpoint), tmp_path, micro_batch_tokens=8192)
@@ -207,7 +208,7 @@ class GivenMemory:
         return before
 
 
-@pytest.mark.parametrize("kept", [2, 4])
+@pytest.mark.parametrize("kept", in_tiers([2, 4], (), {2}))
 def test_the_budget_is_calibrated_once(kept: int, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The budget of step 4 is corrected. A resumed run has that of the first run, whatever it measures itself."""
     planned = PlannedBudget(START_TOKENS, available=2**30, peak=2**30, most_tokens=10**6)

@@ -62,7 +62,9 @@ def children(pid: int) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
+)
 def test_a_signal_ends_it_after_an_answer_to_every_request(number, status, run):
     with started(str(run), "--served-model-name", "tiny") as (process, printed, url):
         assert f"max_pixels             1024           ({run / 'config.yaml'})" in printed

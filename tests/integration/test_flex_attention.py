@@ -28,9 +28,7 @@ from tests.helpers.tiers import in_tiers
 from tests.tiny.build import TINY_FAMILIES
 
 KINDS_OF_MASKS = {
-    "qwen2_5_vl",  # causal
     "gemma3",  # sliding windows, images that see themselves in both directions
-    "gemma4",  # the same, with heads of another size in global layers
     "paligemma",  # a prefix that sees itself in both directions
     "mllama",  # causal, beside cross-attention
     "qwen3_5",  # causal, beside states of linear attention

@@ -124,7 +124,7 @@ def test_random_faults_lose_no_other_completion(builder: PromptBuilder, num_faul
         run = Run(
             builder, lambda index, turn: hows[index] if turn == before[index] else "go",
             load_toolbox(RolloutConfig(environment=FAULTY, **settings)), num=len(hows), max_num=NUM_INSTANCES,
-            tool_timeout=6.0, masks_errors=True,
+            tool_timeout=15.0, masks_errors=True,
         )  # fmt: skip
         run.trajectories.close()
     finally:

@@ -65,6 +65,7 @@ def test_a_deepspeed_config_that_contradicts_the_run_is_refused_by_both_processe
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_layers_that_the_model_does_not_have_are_refused_by_both_processes(checkpoint: Path, tmp_path: Path):
     content = yaml.safe_load((FILES / "fsdp2.yaml").read_text())
     names = "Qwen2_5_VLDecoderLayer,Qwen2VLVisionBlock"

@@ -23,6 +23,7 @@ from rl_vlm.types import MicroBatch, PolicyOutput
 from tests.helpers.builders import sharpen
 from tests.helpers.changed_losses import recorded_losses
 from tests.helpers.stock import stock_logprobs
+from tests.helpers.tiers import in_tiers
 from tests.helpers.tiny_run import build_checkpoint, make_config
 
 ROUNDING = 2e-5
@@ -110,7 +111,7 @@ def test_later_steps_of_a_window_have_the_log_probs_of_the_weights_that_sampled_
     assert largest_gap(second.policy_logprobs_NT, expected) > MOVED
 
 
-@pytest.mark.parametrize("use_peft", [False, True])
+@pytest.mark.parametrize("use_peft", in_tiers([False, True], (), {True}))
 def test_the_reference_is_the_model_that_the_run_began_with(
     use_peft: bool, checkpoint: Path, tmp_path: Path, seen: Seen
 ) -> None:

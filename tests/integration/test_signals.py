@@ -62,7 +62,7 @@ def straight(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) ->
         (signal.SIGTERM, 1, 143, {"save_steps": 0, "dataloader_num_workers": 1}),
         pytest.param(signal.SIGINT, 0, 130, {"save_steps": 0}, marks=pytest.mark.slow),
         pytest.param(signal.SIGUSR1, 1, 143, {"save_steps": 0}, marks=pytest.mark.slow),
-        (signal.SIGKILL, 1, -9, {"save_steps": 1}),
+        pytest.param(signal.SIGKILL, 1, -9, {"save_steps": 1}, marks=pytest.mark.slow),
     ],
 )
 def test_a_run_whose_process_ends_continues_exactly(
