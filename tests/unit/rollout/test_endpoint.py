@@ -2,6 +2,7 @@ import asyncio
 import base64
 from dataclasses import replace
 from io import BytesIO
+from pathlib import Path
 from time import sleep
 from typing import Any
 
@@ -14,6 +15,7 @@ from rl_vlm.config.schema import RunConfig
 from rl_vlm.data.images import image_urls
 from rl_vlm.errors import RolloutError
 from rl_vlm.rollout.endpoint import MessageBuilder, OpenAIEngine, chat_messages, read_completion
+from rl_vlm.rollout.weights import CheckpointWeights
 from rl_vlm.types import RolloutRequest, Sample, Sampling, Video
 from tests.helpers.judge_server import JudgeServer
 from tests.helpers.serving import in_thread
@@ -164,9 +166,9 @@ def test_an_answer_has_a_bound_in_bytes():
         assert len(server.bodies) == 1
 
 
-def test_the_policy_cannot_be_sent_to_an_endpoint():
+def test_weights_cannot_be_sent_to_an_endpoint(tmp_path: Path):
     with pytest.raises(RolloutError, match="weights of its own"):
-        OpenAIEngine(CONFIG).sync(None, 1)  # pyright: ignore[reportArgumentType]
+        OpenAIEngine(CONFIG).sync(CheckpointWeights(tmp_path, False), 1)
 
 
 def test_after_an_error_no_further_request_is_begun(monkeypatch):
