@@ -73,6 +73,13 @@ def to_messages(messages: list[Message], where: str, takes_empty: bool = False) 
     return converted
 
 
+def without_blocks(messages: Sequence[Message], kind: str) -> list[Message]:
+    """Return the messages without their blocks of a kind."""
+    return [
+        message | {"content": [block for block in message["content"] if block["type"] != kind]} for message in messages
+    ]
+
+
 def to_blocks(content: Any, where: str) -> list[Row]:
     """Convert the content of a message to blocks of text, images and videos."""
     blocks = []

@@ -24,6 +24,7 @@ from rl_vlm.data.call_readers import (
     read_json_calls,
     read_python_calls,
 )
+from rl_vlm.data.messages import without_blocks
 from rl_vlm.data.observations import ASKED, Message, ObservationRenderer, Role, call_id, observed_messages
 from rl_vlm.data.prompts import Introduction, PromptBuilder, image_token_id, introduced
 from rl_vlm.data.tool_calls import Schema, introduction_of
@@ -57,14 +58,14 @@ HOSTILE = """"quoted" isn't <b>\\n</b> & {é}:\n[1]"""
 """Text that a template changes if it writes results as JSON, Python or HTML."""
 THOUGHTS = ("<think>\ntried thought\n</think>\n\n", "<|channel>thought\ntried thought\n<channel|>")
 REFUSALS = (ValueError, TypeError, KeyError, jinja2.TemplateError)
-"""Errors of templates and processors for messages that they do not take."""
+"""Errors that templates and processors raise for messages that they do not take."""
 
 
 class Form(NamedTuple):
     """A way to write tools and calls that works with a template."""
 
     kind: Literal["template", "text", "none"]
-    """`none` is a form without tools."""
+    """The form `none` has no tools."""
     name: str
     builder: PromptBuilder
     reader: Reader
@@ -96,7 +97,7 @@ class TemplateTrial:
         takes_images: bool,
         takes_videos: bool = False,
     ) -> None:
-        """`builder` is without tools."""
+        """Take a builder whose prompts have no tools."""
         self.builder, self.stop_token_ids, self.schemas = with_thoughts_kept(builder), stop_token_ids, schemas
         self.takes_images, self.takes_videos = takes_images, takes_videos
 
@@ -138,7 +139,7 @@ class TemplateTrial:
         return f"tools: {form.name}, {observed}{': ' if notes else ''}{'; '.join(notes)}"
 
     def problem_of(self, form: Form, role: Role) -> str | None:
-        """Return why results cannot be shown in messages of a role, or None."""
+        """Return why messages of a role cannot show results, or None if they can."""
         pictures = [tried_image(), tried_image()] if self.takes_images else []
         contents: list[list[Message]] = [
             [{"type": "text", "text": f"tried result {i}"}, *({"type": "image"} for _ in pictures[:1])] for i in (1, 2)
@@ -150,7 +151,7 @@ class TemplateTrial:
         renderer = ObservationRenderer(form.builder, self.stop_token_ids)
         try:
             text = renderer.text_after_turn(messages, pictures, names)
-            if pictures and text == renderer.text_after_turn(without_images(messages), [], names):
+            if pictures and text == renderer.text_after_turn(without_blocks(messages, "image"), [], names):
                 return "the chat template leaves out images"
             found = renderer.render("trial", messages, pictures, [b""] * len(pictures), [], names)
             shown = self._num_image_tokens(found.token_ids)
@@ -183,7 +184,7 @@ class TemplateTrial:
         return True
 
     def shows_video(self, form: Form, role: Role) -> bool:
-        """Return whether a video can be shown in a result in a message of a role."""
+        """Return whether a message of a role can show a result with a video."""
         names = [TRIED.name] if form.kind == "template" else []
         content: list[Message] = [{"type": "text", "text": "tried result"}, {"type": "video"}]
         messages = observed_messages(
@@ -211,7 +212,7 @@ class TemplateTrial:
 
     @property
     def notes(self) -> list[str]:
-        """Further facts about the template."""
+        """Facts about the template that do not decide."""
         kept = self.builder.template_kwargs.get("preserve_thinking") is True
         chosen = kept and "preserve_thinking" not in self.builder.data.chat_template_kwargs
         notes = ["preserve_thinking: true in chat_template_kwargs"] if chosen else []
@@ -232,7 +233,7 @@ class TemplateTrial:
         return Form("none", "none", self.builder, read_json_calls)
 
     def _in_text(self) -> Form:
-        """Return the form in text. Raises ValueError if the template cannot tell the model of tools."""
+        """Return the form that describes tools in a text. Raises ValueError if the template leaves that text out."""
         text = introduction_of(self.schemas)
         role = introducing_role(self.builder, text=text)
         if role is None:
@@ -242,7 +243,7 @@ class TemplateTrial:
         return Form("text", "calls as JSON in <tool_call> tags", builder, read_json_calls, note)
 
     def _in_template(self) -> Form:
-        """Return the form of the template. Raises an error if it leaves out something, or if calls cannot be read."""
+        """Return the form of the template. Raises an error if it drops something, or if no reader reads its calls."""
         if "tools" not in str(self.builder.processor.chat_template):
             raise ValueError("the chat template leaves out tools")
         tried = self.builder.adapted(self.builder.template_kwargs | {"tools": [*self.schemas, TRIED_SCHEMA]})
@@ -266,7 +267,7 @@ class TemplateTrial:
         return Form("template", f"calls as {name}", builder, reader)
 
     def _reader_of(self, prefix: str, written: str) -> tuple[str, Reader]:
-        """Return the name of a written call's form, and its reader. Raises ValueError if none can read it."""
+        """Find the reader of a written call, and return its name and itself. Raises ValueError if there is none."""
         tokenizer = self.builder.processor.tokenizer
         opening = next(iter(re.findall(r"<[^<>]+>|\[[A-Z_]+\]", written)), "")
         own = getattr(tokenizer, "response_template", None)
@@ -291,9 +292,9 @@ class TemplateTrial:
 def introducing_role(
     builder: PromptBuilder, has_image: bool = False, text: str = "tried introduction"
 ) -> Literal["system", "user"] | None:
-    """Return the role of the message in which the template writes an introduction: the system's, or else the user's.
+    """Return the first role, system or user, whose message keeps an introduction when the template writes it.
 
-    Return None if it writes it in neither.
+    Return None if the template leaves it out of both.
     """
     content: list[Message] = [{"type": "text", "text": text}, *({"type": "image"},) * has_image]
     question: Message = {"role": "user", "content": [{"type": "text", "text": "tried question"}]}
@@ -302,7 +303,8 @@ def introducing_role(
         messages, pictures = introduced([question], content, role), [tried_image()] * has_image
         try:
             written = builder.templated(messages, pictures, tokenize=False)
-            shows_image = not has_image or written != builder.templated(without_images(messages), [], tokenize=False)
+            without = builder.templated(without_blocks(messages, "image"), [], tokenize=False)
+            shows_image = not has_image or written != without
         except REFUSALS:
             continue
         if text in written and "tried question" in written and shows_image:
@@ -311,7 +313,7 @@ def introducing_role(
 
 
 def roles(kind: str, setting: str) -> list[Role]:
-    """Return the roles of results to try with a form."""
+    """Return the roles that messages with results can have in a form, in the order in which to try them."""
     if setting != "auto":
         return ["tool" if setting == "tool" else "user"]
     return ["tool", "user"] if kind == "template" else ["user"]
@@ -329,21 +331,13 @@ def with_thoughts_kept(builder: PromptBuilder) -> PromptBuilder:
 
 
 def stop_sequences(tokenizer: Any, text: str) -> tuple[tuple[int, ...], ...]:
-    """Return sequences of tokens that end with a text, whose first token may begin before it."""
+    """Return sequences of tokens that end with a text. The first token may begin before the text."""
     found = set()
     for before in ("", "\n", "}\n", "}", "}}", '"}}', "}} ", "]}}", "{}}"):
         ids = tokenizer(before + text, add_special_tokens=False)["input_ids"]
         ends = (ids[start:] for start in range(len(ids) - 1, -1, -1))
         found.add(next(tuple(end) for end in ends if text in tokenizer.decode(end, skip_special_tokens=False)))
     return tuple(sorted(found))
-
-
-def without_images(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages without their image blocks."""
-    return [
-        message | {"content": [block for block in message["content"] if block["type"] != "image"]}
-        for message in messages
-    ]
 
 
 def tried_video() -> Video:

@@ -29,17 +29,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 IMAGE_TOKENS = ("image_token_id", "image_token_index", "img_context_token_id", "media_placeholder_token_id")
-"""Names of the id of an image's placeholder in configs."""
+"""Keys of configs that hold the token id of an image's placeholder."""
 PLACEHOLDER = r"(image|img|video|audio)_(token|pad_token|context_token)_(id|index)"
-"""Names of the ids of the placeholders of all kinds."""
+"""Keys of configs that hold the token ids of placeholders, of any kind."""
 _derived: dict[str, Family] = {}
-"""Facts by the content of the config, since large models take seconds to create."""
+"""Known facts, by the content of the config. To create a large model takes seconds."""
 AUDIO = re.compile("audio|speech|sound")
 UNSHARDABLE = "its model_type has no row in the table of families, so nobody has checked that ranks make equal calls"
 
 
 def derived_family(config: PreTrainedConfig) -> Family:
-    """Return the facts of a model, from a copy of it without storage.
+    """Create a copy of a model without storage, and return the facts about it.
 
     Raises ModelError if the installed transformers has no such model, or if images do not become features of
     placeholder tokens in the input of a language model.
@@ -51,7 +51,7 @@ def derived_family(config: PreTrainedConfig) -> Family:
 
 
 def derive(config: PreTrainedConfig) -> Family:
-    """Return the facts of a model, as `derived_family` does, without a look at the known ones."""
+    """Derive the facts of a model as `derived_family` does, but do not look at the known ones."""
     model, name = empty_model(config), named(config)
     if getattr(config, "is_encoder_decoder", False):
         raise refusal(name, "it is an encoder and a decoder, and not one language model")
@@ -105,10 +105,10 @@ def empty_model(config: PreTrainedConfig) -> Any:
 
 
 def modules_beside_language(model: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the paths of parts that are not the language model, its embeddings or its head: for images, and for audio.
+    """Return the paths of all parts but the language model, its embeddings and its head: those for images, then audio.
 
-    The vision tower comes first, if transformers names one. It can be inside the language model (CogVLM). Vectors of
-    the base model are for images.
+    If transformers names the vision tower, it comes first. It can be inside the language model (CogVLM). Vectors of the
+    base model count as parts for images.
     """
     base, tower = model.base_model, model.get_encoder(modality="image")
     inside = {model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()}

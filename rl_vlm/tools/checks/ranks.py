@@ -94,9 +94,9 @@ def compare_ranks(config: RunConfig, exchange: Exchange) -> Checking[None]:
 
 
 def end_together(exchange: Exchange, name: str) -> None:
-    """Say that this rank has read what it needs. Rank 0 waits for the others, since it ends the store and files.
+    """Tell rank 0 that this rank is done. Rank 0 waits for the others, since the store and its files end with it.
 
-    `name` is that of the end, of which each has its own.
+    `name` tells this end from other ends of the launch.
     """
     exchange.put(f"{name}/{exchange.rank}", True)
     for rank in range(1, exchange.world_size) if exchange.rank == 0 else ():
@@ -181,7 +181,7 @@ def named_files(config: RunConfig) -> dict[str, str]:
 
 
 def described(path: Path) -> dict[str, str]:
-    """Return size and digest of a file, or of the data and weight files in a folder. Only count its other files."""
+    """Return size and digest of a file. For a folder, count its files and describe those with data or weights."""
     if path.is_file():
         return {str(path): digest(path)}
     if not path.is_dir():
@@ -215,7 +215,7 @@ def own_address() -> str:
 
 
 def unreachable_neighbour(exchange: Exchange) -> str | None:
-    """Return a message if the next rank cannot be reached, else None."""
+    """Connect to the next rank. Return a message if that fails, else None."""
     other = (exchange.rank + 1) % exchange.world_size
     try:
         address, port = exchange.take(f"address/{other}")
@@ -227,7 +227,7 @@ def unreachable_neighbour(exchange: Exchange) -> str | None:
 
 @contextmanager
 def shared_probe(config: RunConfig, exchange: Exchange) -> Iterator[bool]:
-    """Yield whether this rank sees a file that rank 0 writes to `output_dir`, or to its first parent that exists."""
+    """Let rank 0 write a file to `output_dir`, or to its first parent that exists. Yield whether this rank sees it."""
     folder = existing(Path(config.train.output_dir).absolute())
     if exchange.rank != 0:
         yield (folder / exchange.take("probe")).is_file()
@@ -245,7 +245,7 @@ def shared_probe(config: RunConfig, exchange: Exchange) -> Iterator[bool]:
 
 
 def clock_offset(exchange: Exchange) -> tuple[float, float]:
-    """Return how far this rank's clock is ahead of rank 0's, and the uncertainty, both in seconds.
+    """Measure by how many seconds this rank's clock is ahead of rank 0's. Also return the uncertainty in seconds.
 
     Rank 0 sends its time to one rank after the other. The uncertainty is half of the time between question and answer
     (Cristian's algorithm, 1989).

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rl_vlm.data.check import UsableRows
+from rl_vlm.data.messages import without_blocks
 from rl_vlm.data.prompts import PromptBuilder
 from rl_vlm.tools.checks.diagnosis import Checking, Note
-from rl_vlm.types import Sample, Video
+from rl_vlm.types import Video
 
 MOST_TIMES = 12
 """Maximum times of frames in a line. A longer list shows the first ones and the last."""
@@ -22,19 +23,11 @@ def video_notes(usable: UsableRows, builder: PromptBuilder) -> Checking[None]:
         return
     sample = rows[row]
     num_frames = sum(len(video.frames) for video in sample.videos)
-    tokens = len(builder.build(sample).token_ids) - len(builder.build(without_videos(sample)).token_ids)
+    without = replace(sample, messages=without_blocks(sample.messages, "video"), videos=[])
+    tokens = len(builder.build(sample).token_ids) - len(builder.build(without).token_ids)
     shown = "; ".join(map(video_text, sample.videos))
     form = FORMS[builder.video_format]
     yield Note(f"{rows.place(row)}: {shown}, {form}: {tokens} tokens, {tokens / num_frames:.1f} per frame")
-
-
-def without_videos(sample: Sample) -> Sample:
-    """Return the sample without its videos and their blocks."""
-    messages = [
-        message | {"content": [block for block in message["content"] if block["type"] != "video"]}
-        for message in sample.messages
-    ]
-    return replace(sample, messages=messages, videos=[])
 
 
 def video_text(video: Video) -> str:
