@@ -83,10 +83,6 @@ def _reward_funcs(value: Any, given: Mapping[str, Any]) -> Settings:
     return {"reward_funcs": [convert(name) for name in value] if isinstance(value, list) else convert(value)}
 
 
-def _lora_target_modules(value: Any, given: Mapping[str, Any]) -> Settings:
-    return {"lora_target_modules": "all-linear" if value == ["all-linear"] else value}
-
-
 def _scale_rewards(value: Any, given: Mapping[str, Any]) -> Settings:
     if isinstance(value, bool):
         value = "group" if value else "none"
@@ -294,7 +290,9 @@ CONVERTED: dict[str, Callable[[Any, Mapping[str, Any]], Settings]] = {
     "max_steps": lambda value, given: {"max_steps": None if value == -1 else value},
     "scale_rewards": _scale_rewards,
     "reward_funcs": _reward_funcs,
-    "lora_target_modules": _lora_target_modules,
+    "lora_target_modules": lambda value, given: {
+        "lora_target_modules": "all-linear" if value == ["all-linear"] else value
+    },
     "eval_strategy": _eval_strategy,
     "save_strategy": _save_strategy,
     "metric_for_best_model": lambda value, given: {"metric_for_best_model": str(value).removeprefix("eval_")},

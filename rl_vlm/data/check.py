@@ -77,6 +77,14 @@ class UsableRows:
     headers: dict[int, tuple[ClipHeader, ...]] = field(default_factory=dict)
     """Headers of the videos by row."""
 
+    @classmethod
+    def of_notes(cls, rows: Rows, indices: Sequence[int], notes: Sequence[RowNote]) -> UsableRows:
+        """Take the sizes of texts, images and videos from notes."""
+        return cls(
+            rows, list(indices), [], {note.row: note.num_bytes for note in notes},
+            {note.row: note.num_pixels for note in notes}, {note.row: note.headers for note in notes if note.headers},
+        )  # fmt: skip
+
     @property
     def most_videos(self) -> int:
         """Return the largest number of videos in a row."""
@@ -159,10 +167,7 @@ def check_rows(rows: Rows, used: Collection[str], ranks: Ranks, find_gold: FindG
     notes = sorted(ranks.gather(mine), key=lambda note: note.row)
     if ranks.is_main:
         warn_of_continued(rows, sum(note.continues for note in notes))
-    text_bytes = {note.row: note.num_bytes for note in notes}
-    num_pixels = {note.row: note.num_pixels for note in notes}
-    headers = {note.row: note.headers for note in notes if note.headers}
-    usable = UsableRows(rows, list(range(num)), [], text_bytes, num_pixels, headers)
+    usable = UsableRows.of_notes(rows, range(num), notes)
     return without_bad(usable, [usable.record(note.row, note.finding.what) for note in notes if note.finding])
 
 

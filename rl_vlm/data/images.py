@@ -222,12 +222,8 @@ def image_urls(sample: Sample) -> list[str]:
 
 def data_url(file: bytes) -> str:
     """Return an encoded image as a data URL."""
-    return f"data:{media_type(file)};base64,{base64.b64encode(file).decode()}"
-
-
-def media_type(encoded: bytes) -> str:
-    """Return the media type of an encoded image, such as `image/jpeg`."""
-    return Image.MIME[str(Image.open(BytesIO(encoded), formats=FORMATS).format)]
+    format = Image.open(BytesIO(file), formats=FORMATS).format
+    return f"data:{Image.MIME[str(format)]};base64,{base64.b64encode(file).decode()}"
 
 
 def pixel_limits(data: DataConfig) -> dict[str, int]:

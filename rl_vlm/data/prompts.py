@@ -83,11 +83,6 @@ def has_max_pixels(processor: Any) -> bool:
     return "max_pixels" in getattr(settings, "__annotations__", {})
 
 
-def smallest_max_pixels(processor: Any) -> int | None:
-    """Return the smallest possible `data.max_pixels`, or None if it has no effect on the processor."""
-    return dict(processor.image_processor.size)["shortest_edge"] if has_max_pixels(processor) else None
-
-
 class SmallestPixels(NamedTuple):
     """The smallest limits on pixels that make a difference. None if a limit makes none."""
 
@@ -209,7 +204,8 @@ class PromptBuilder:
     @property
     def smallest_pixels(self) -> SmallestPixels:
         """The smallest limits on pixels that make a difference. Frames that are images use the limit of images."""
-        image = smallest_max_pixels(self.processor)
+        sizes = self.processor.image_processor.size if has_max_pixels(self.processor) else {}
+        image = dict(sizes).get("shortest_edge")
         return SmallestPixels(image, image if self.video_format == "frames" else smallest_frame(self.video_processor))
 
     def adapted(self, template_kwargs: dict[str, Any], introduction: Introduction | None = None) -> PromptBuilder:

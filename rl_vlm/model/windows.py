@@ -116,11 +116,7 @@ def enable_batched_windows(model: PreTrainedModel, family: Family) -> None:
     from transformers import AttentionInterface
 
     tower = model.get_submodule(family.vision_modules[0])
-    if any(map(takes_lengths, tower.modules())) and model.config.vision_config._attn_implementation == "sdpa":
+    takes_lengths = any("cu_seqlens" in inspect.signature(part.forward).parameters for part in tower.modules())
+    if takes_lengths and model.config.vision_config._attn_implementation == "sdpa":
         AttentionInterface.register(BATCHED, batched_attention)
         model.set_attn_implementation({"vision_config": BATCHED})
-
-
-def takes_lengths(module: nn.Module) -> bool:
-    """Return whether a module gets the lengths of the sequences in its row."""
-    return "cu_seqlens" in inspect.signature(module.forward).parameters

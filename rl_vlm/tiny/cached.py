@@ -30,7 +30,8 @@ def cached_model(*modules: ModuleType) -> Callable[[MakeModel], MakeModel]:
     def decorate(make: MakeModel) -> MakeModel:
         @wraps(make)
         def cached(directory: Path, seed: int) -> None:
-            kept = cache_folder() / digest(make, modules, seed)
+            folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "rl_vlm" / "models"
+            kept = folder / digest(make, modules, seed)
             try:
                 if not kept.is_dir():
                     make_beside(kept, make, seed)
@@ -53,11 +54,6 @@ def make_beside(kept: Path, make: MakeModel, seed: int) -> None:
         make(made, seed)
         if not kept.exists():
             made.rename(kept)
-
-
-def cache_folder() -> Path:
-    """Return the directory of all kept models."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "rl_vlm" / "models"
 
 
 def digest(make: MakeModel, modules: Sequence[ModuleType], seed: int) -> str:

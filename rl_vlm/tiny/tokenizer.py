@@ -33,12 +33,8 @@ def train_tokenizer(corpus: Iterable[str], special_tokens: Sequence[str], vocab_
         vocab_size=vocab_size, initial_alphabet=alphabet, special_tokens=special, show_progress=False
     )
     bpe.train_from_iterator(corpus, trainer)
+    merges: Any = [tuple(merge) for merge in json.loads(bpe.to_str())["model"]["merges"]]
     return Qwen2Tokenizer(
-        vocab=bpe.get_vocab(), merges=bpe_merges(bpe), eos_token=CHAT_TOKENS[2], pad_token=CHAT_TOKENS[0],
+        vocab=bpe.get_vocab(), merges=merges, eos_token=CHAT_TOKENS[2], pad_token=CHAT_TOKENS[0],
         additional_special_tokens=special[1:], **options,
     )  # fmt: skip
-
-
-def bpe_merges(tokenizer: Any) -> Any:
-    """Return the merges of a BPE tokenizer: pairs of tokens in the order in which they were learned."""
-    return [tuple(merge) for merge in json.loads(tokenizer.to_str())["model"]["merges"]]

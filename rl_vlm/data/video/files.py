@@ -49,12 +49,10 @@ class VideoFile(FrameSource):
 
     @property
     def reader(self) -> str:
-        """FFmpeg and its version."""
         return f"FFmpeg {load_av().ffmpeg_version_info}"
 
     @cached_property
     def header(self) -> Header:
-        """Size and length."""
         size = self.file.seek(0, os.SEEK_END)
         with self.opened() as (container, stream):
             return read_header(container, stream, self.max_pixels, size)
@@ -71,11 +69,9 @@ class VideoFile(FrameSource):
 
     @property
     def timeline(self) -> Timeline:
-        """The times of all frames."""
         return self.packets.timeline
 
     def read(self, numbers: Sequence[int]) -> Iterator[np.ndarray]:
-        """Yield frames as `decoded` does."""
         return (pixels for pixels in self.decoded(numbers) if pixels is not None)
 
     def decoded(self, numbers: Sequence[int]) -> Iterator[np.ndarray | None]:

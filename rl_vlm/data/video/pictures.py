@@ -57,11 +57,9 @@ class Pictures(FrameSource):
 
     @property
     def timeline(self) -> Timeline:
-        """The times of the frames."""
         return constant(len(self.frames), self.rate)
 
     def read(self, numbers: Sequence[int]) -> Iterator[np.ndarray]:
-        """Yield frames as RGB pixels."""
         for number in numbers:
             yield np.asarray(read_image(self.frames[number], self.folder, self.max_pixels, f"frame {number}")[0])
 
@@ -83,11 +81,9 @@ class Pixels(FrameSource):
 
     @property
     def timeline(self) -> Timeline:
-        """The times of the frames."""
         return constant(len(self.frames), self.rate)
 
     def read(self, numbers: Sequence[int]) -> Iterator[np.ndarray]:
-        """Yield frames."""
         return (self.frames[number] for number in numbers)
 
 
@@ -114,7 +110,6 @@ class Animation(FrameSource):
 
     @cached_property
     def timeline(self) -> Timeline:
-        """The times of the frames."""
         lengths = []
         for frame in ImageSequence.Iterator(self.image):
             frame.load()  # a WEBP tells the time of a frame only then
@@ -123,7 +118,6 @@ class Animation(FrameSource):
         return timeline([(end - length) / 1000 for end, length in zip(ends, lengths, strict=True)], ends[-1] / 1000)
 
     def read(self, numbers: Sequence[int]) -> Iterator[np.ndarray]:
-        """Yield frames as RGB pixels."""
         wanted = set(numbers)
         for number, frame in enumerate(ImageSequence.Iterator(self.image)):
             if number in wanted:

@@ -124,17 +124,14 @@ class DecodedFile(FrameSource):
 
     @property
     def header(self) -> Header:
-        """Size and length."""
         return self.opened[0]
 
     @property
     def reader(self) -> str:
-        """FFmpeg and its version."""
         return self.opened[1]
 
     @cached_property
     def timeline(self) -> Timeline:
-        """The times of all frames."""
         (found,) = self.ask(Decoder.times)
         ticks = np.frombuffer(found["bytes"], np.int64).tolist()
         return Timeline(ticks or range(found["total"]), found["fps"], found["total"], found["duration"])

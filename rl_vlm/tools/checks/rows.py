@@ -128,7 +128,4 @@ def row_findings(rows: Rows, facts: Sequence[RowFacts]) -> Iterator[Finding]:
 def usable_rows(rows: Rows, facts: Sequence[RowFacts]) -> UsableRows:
     """Return the rows without findings, which the run uses with `on_bad_row: drop`. There may be none."""
     kept = [fact.note for fact in facts if fact.is_usable]
-    return UsableRows(
-        rows, [note.row for note in kept], [], {note.row: note.num_bytes for note in kept},
-        {note.row: note.num_pixels for note in kept}, {note.row: note.headers for note in kept if note.headers},
-    )  # fmt: skip
+    return UsableRows.of_notes(rows, [note.row for note in kept], kept)

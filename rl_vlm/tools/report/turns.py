@@ -126,17 +126,16 @@ def shown_turns(row: Row) -> list[ShownTurn]:
                 str(turn["text"]),
                 tuple(str(call["name"]) for call in turn["calls"]),
                 tuple(map(Result.of_file, turn["results"])),
-                {name: value for name in ("reward", "advantage") if math.isfinite(value := number_in(turn, name))},
+                {
+                    name: value
+                    for name in ("reward", "advantage")
+                    if (value := turn.get(name)) is not None and math.isfinite(value)
+                },
             )
             for turn in turns_of(row)
         ]
     except (ValueError, TypeError, KeyError, AttributeError):
         return []
-
-
-def number_in(turn: Mapping[str, Any], name: str) -> float:
-    """Return a figure of a turn, or NaN if it has none."""
-    return math.nan if turn.get(name) is None else float(turn[name])
 
 
 @dataclass(frozen=True)
