@@ -64,12 +64,6 @@ logger = logging.getLogger(__name__)
 Summary = dict[str, Any]
 
 
-def evaluate_run(config: RunConfig, options: EvaluationOptions = NO_OPTIONS) -> Summary:
-    """Evaluate the config's model, write `output_dir/evaluation/`, and return the content of `summary.json`."""
-    (summary,) = evaluate_models({"": config}, options).values()
-    return summary
-
-
 def compare_checkpoints(
     config: RunConfig, checkpoints: Sequence[str], options: EvaluationOptions = NO_OPTIONS
 ) -> dict[str, Summary]:

@@ -20,13 +20,13 @@ from rl_vlm.checkpoint import store
 from rl_vlm.checkpoint.writer import CheckpointFiles
 from rl_vlm.config.describe import to_yaml
 from rl_vlm.errors import CheckpointError, ConfigError, DataError, RewardError, TrainingError
-from rl_vlm.evaluation.run import evaluate_run
 from rl_vlm.reward.suite import RewardSuite
 from rl_vlm.run.run import Run, train
 from rl_vlm.stages import is_column, is_metric
 from rl_vlm.trainer import Trainer
 from tests.helpers import tiny_run
 from tests.helpers.changed_losses import changed_losses
+from tests.helpers.evaluating import evaluate_run
 from tests.helpers.tiny_run import completions, make_config, metric_lines, noise, rows, weights
 
 

@@ -17,10 +17,10 @@ from rl_vlm.config.describe import to_yaml
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.distributed import installation
 from rl_vlm.errors import ConfigError, RolloutError
-from rl_vlm.evaluation.run import evaluate_run
 from rl_vlm.rollout import endpoint as openai
 from tests.helpers import tiny_run
 from tests.helpers.chat_server import RecordingServer
+from tests.helpers.evaluating import evaluate_run
 from tests.helpers.tiny_run import make_config
 
 KEY = "sk-secret"

@@ -17,7 +17,6 @@ from rl_vlm.data.prompts import PromptBuilder, build_prompt, load_processor
 from rl_vlm.data.samples import load_rows
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.errors import ConfigError, RewardError
-from rl_vlm.evaluation.run import evaluate_run
 from rl_vlm.model.loading import load_policy
 from rl_vlm.rollout.environments.build import build_trajectories, choose_turns
 from rl_vlm.rollout.environments.loading import load_toolbox
@@ -27,6 +26,7 @@ from rl_vlm.run.run import train
 from rl_vlm.types import Forward, Group, MicroBatch, RolloutRequest, ScoredGroup, SubGroup
 from tests.helpers import tiny_run
 from tests.helpers.calling import FAULTY, NUM_LOOKS, SHADES, STEPS, calling_checkpoint
+from tests.helpers.evaluating import evaluate_run
 from tests.helpers.resuming import assert_same_run, resumed, train_until
 from tests.helpers.stock import stock_logprobs
 from tests.helpers.tiers import in_tiers

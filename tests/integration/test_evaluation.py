@@ -22,13 +22,13 @@ from rl_vlm.config.schema import DataConfig
 from rl_vlm.data.samples import load_rows
 from rl_vlm.errors import ConfigError, ModelError, RolloutError
 from rl_vlm.evaluation.options import EvaluationOptions
-from rl_vlm.evaluation.run import evaluate_run
 from rl_vlm.log.starts import read_starts
 from rl_vlm.rollout.hf import HFEngine
 from rl_vlm.run.run import train
 from rl_vlm.tools.report.build import build_page
 from rl_vlm.tools.report.read import read_runs
 from tests.helpers import tiny_run
+from tests.helpers.evaluating import evaluate_run
 from tests.helpers.tiny_run import make_config, metric_lines
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -12,8 +12,8 @@ import pytest
 
 from rl_vlm.checkpoint import store
 from rl_vlm.errors import CheckpointError, RLVLMError
-from rl_vlm.evaluation.run import evaluate_run
 from rl_vlm.run.run import train
+from tests.helpers.evaluating import evaluate_run
 from tests.helpers.resuming import NUM_STEPS, REWARDS, assert_same_run, resumed
 from tests.helpers.tiny_run import make_config
 

@@ -14,13 +14,13 @@ from safetensors.torch import load_file
 from rl_vlm.config.schema import DataConfig, ModelConfig
 from rl_vlm.data.prompts import PromptBuilder, load_processor
 from rl_vlm.errors import ModelError
-from rl_vlm.evaluation.run import evaluate_run
 from rl_vlm.model.loading import load_policy
 from rl_vlm.model.remote.cogvlm import CogVLM
 from rl_vlm.run.run import train
 from rl_vlm.tools.export.write import export
 from rl_vlm.types import Prompt
 from tests.helpers.builders import noise_image
+from tests.helpers.evaluating import evaluate_run
 from tests.helpers.remote_code.build import build_remote, created
 from tests.helpers.resuming import assert_same_run, resumed, train_until
 from tests.helpers.stock import model_inputs

@@ -9,7 +9,6 @@ import pyarrow.parquet
 import pytest
 
 from rl_vlm.config.schema import VLLMConfig
-from rl_vlm.evaluation.run import evaluate_run
 from rl_vlm.log.metrics import MetricsLog
 from rl_vlm.model.families import FAMILIES
 from rl_vlm.rollout.vllm.arguments import engine_arguments
@@ -20,6 +19,7 @@ from rl_vlm.rollout.weights import PolicyWeights
 from rl_vlm.run.run import train
 from tests.helpers import tiny_run
 from tests.helpers.builders import sharp_checkpoint
+from tests.helpers.evaluating import evaluate_run
 from tests.helpers.videos import noise_video
 from tests.helpers.vllm_parity import BLOCK_SIZE, LONGER, WIDTH, Side, generator_logprobs, sampling, video_requests
 
