@@ -122,11 +122,12 @@ CASES: dict[str, list[tuple[list[Image.Image], list[int]]]] = {
 TEXT_TURNS, IMAGE_TURNS = "turns of text", "turns with images"
 """Cases of trajectories: the observations between turns are text, or have images too."""
 
-NEED_AN_IMAGE = {"paligemma", "paligemma2", "got_ocr2"}
+WITHOUT_TURNS = {"paligemma", "paligemma2", "got_ocr2"}
+NEED_AN_IMAGE = WITHOUT_TURNS | {"pp_chart2table", "deepseek_ocr2"}
 NOT_THIS = {
     **{(family, case): "its processor takes no prompt without an image"
        for family in NEED_AN_IMAGE for case in ("no image", "with and without images")},
-    **{(family, IMAGE_TURNS): "its prompts have no turns" for family in NEED_AN_IMAGE},
+    **{(family, IMAGE_TURNS): "its prompts have no turns" for family in WITHOUT_TURNS},
     ("minimax_m3_vl", IMAGE_TURNS): "its tower lets all images of a call see each other",
     ("mllama", IMAGE_TURNS): "text before an image attends to it through cross-attention",
     ("perception_lm", "two images"): "its processor takes images of equal tile counts only",

@@ -16,7 +16,7 @@ from rl_vlm.passes import start_check
 from rl_vlm.passes.proof import GRADIENTS, OWN_FORWARD, SHARED
 from rl_vlm.run.run import train
 from tests.helpers.builders import sharp_checkpoint
-from tests.helpers.family_parity import CASES, IMAGE_TURNS, TEXT_TURNS, measure
+from tests.helpers.family_parity import cases, measure
 from tests.helpers.tiers import in_tiers
 from tests.helpers.tiny_run import make_config, metric_lines
 from tests.helpers.wrong_rows import see_each_other
@@ -47,8 +47,7 @@ def test_a_proven_type_trains(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", in_tiers(TRAINED, (), CI))
 def test_its_rows_are_those_of_its_own_forward(tmp_path: Path, name: str) -> None:
     """By the measure of families with a row."""
-    names = [*CASES, TEXT_TURNS, IMAGE_TURNS]
-    measured = measure(sharp_checkpoint(name, tmp_path / "model"), names)
+    measured = measure(sharp_checkpoint(name, tmp_path / "model"), cases(name))
     assert measured.dense.logprobs <= 1e-5
     assert measured.dense_fp64.worst <= 1e-9
     if name not in HAVE_STATES:
