@@ -114,7 +114,8 @@ def token_kinds(processor: Any) -> dict[str, bool]:
 
     Most of these processors return them anyway. Cosmos 3 Edge's does not.
     """
-    return {"return_mm_token_type_ids": True} if "mm_token_type_ids" in processor.model_input_names else {}
+    names = getattr(processor, "model_input_names", ())  # code with a checkpoint may have none
+    return {"return_mm_token_type_ids": True} if "mm_token_type_ids" in names else {}
 
 
 Parts = tuple["Tensor", dict[str, "Tensor"], dict[str, "Tensor"]]
