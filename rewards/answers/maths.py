@@ -66,7 +66,7 @@ def _is_equal(answer: list[Any], gold: list[Any]) -> float:
     from math_verify import verify
 
     with limited():
-        return float(bool(answer) and verify(gold, answer, timeout_seconds=None))
+        return float(bool(answer) and verify(gold, answer, timeout_seconds=0))
 
 
 def parsed(text: str) -> list[Any]:
@@ -81,7 +81,7 @@ def parsed(text: str) -> list[Any]:
         return []
     latex = answer if DELIMITERS.search(answer) else rf"\boxed{{{answer}}}"
     with limited():
-        return parse(latex, [LatexExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=None)
+        return parse(latex, [LatexExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=0)
 
 
 def as_latex(answer: str) -> str:

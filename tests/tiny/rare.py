@@ -265,10 +265,11 @@ def diffusion_gemma_config() -> PreTrainedConfig:
 
 
 def vision_encoder_decoder_config() -> PreTrainedConfig:
-    return transformers.VisionEncoderDecoderConfig(
-        encoder=transformers.ViTConfig(num_hidden_layers=1).to_dict(),
-        decoder=transformers.GPT2Config(n_layer=1, n_head=4, n_embd=64).to_dict(),
+    encoder, decoder = (
+        transformers.ViTConfig(num_hidden_layers=1),
+        transformers.GPT2Config(n_layer=1, n_head=4, n_embd=64),
     )
+    return transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
 
 
 SMALL: dict[str, Any] = {
