@@ -20,9 +20,6 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-ROUNDING = 256
-"""Factor of a dtype's resolution that rounding in a tower stays below: 3e-5 in float32."""
-
 
 @dataclass(frozen=True)
 class ImageFeatures:
@@ -60,16 +57,6 @@ class ImageFeatures:
 
     def tensors(self) -> list[Tensor]:
         return [self.embeddings, *self.deepstack, *([] if self.indicators is None else [self.indicators])]
-
-    def is_close(self, other: ImageFeatures) -> bool:
-        """Return whether features differ by no more than rounding, relative to the largest in each tensor."""
-        pairs = list(zip(self.tensors(), other.tensors(), strict=True))
-        if any(ours.shape != theirs.shape for ours, theirs in pairs):
-            return False
-        bounds = [ROUNDING * torch.finfo(theirs.dtype).eps * theirs.abs().max() for _, theirs in pairs]
-        return all(
-            bool((ours - theirs).abs().max() <= bound) for (ours, theirs), bound in zip(pairs, bounds, strict=True)
-        )
 
     def map(self, function: Callable[[Tensor], Tensor]) -> ImageFeatures:
         """Apply `function` to each tensor, in the order of `tensors`, and return the new features."""

@@ -40,8 +40,6 @@ KINDS = (
 """For each kind: the argument of the model's forward, and the part of features."""
 DEFAULT_PATCH_SIZE = 14
 """Patch size if the tower's config has none."""
-Form = tuple[tuple[str, torch.Size], ...]
-"""Names and shapes of inputs that can be concatenated along dimension 0."""
 
 
 class FeatureCache:
@@ -98,8 +96,6 @@ class VisionEncoder:
     features: FeatureCache = field(default_factory=FeatureCache)
     kept: dict[bytes, KeptFeatures] = field(default_factory=dict)
     """Features of a trained tower that several micro-batches use, by the digest of their images."""
-    tried: dict[Form, bool] = field(default_factory=dict)
-    """Whether one run on several inputs of a form was tried and found right, if no row of the table says so."""
 
     @cached_property
     def is_frozen(self) -> bool:
@@ -153,41 +149,19 @@ class VisionEncoder:
         """Return the inputs of each run of the tower: all in one run if they can be concatenated, else one each.
 
         Rows of patches of different lengths (Gemma 4) have a run for each length, so that short ones get no padding.
-        Equal images are one input. Images whose digests are `known` are left out. If the facts come from the model
-        alone, inputs of one form have one run if a trial finds the same features as a run of each.
+        Equal images are one input. Images whose digests are `known` are left out.
         """
         unlike: dict[bytes, Rendered] = {}
         for each in rendered:
             if each.mm_inputs and not any(each.digest in owner for owner in (self.features, self.kept, known)):
                 unlike.setdefault(each.digest, each)
         new = list(unlike.values())
-        if not self.family.joins_images and not self.family.is_derived:
+        if not self.family.joins_images:
             return [[each] for each in new]
-        runs: dict[Form | int, list[Rendered]] = {}
+        runs: dict[int, list[Rendered]] = {}
         for each in new:
-            runs.setdefault(form_of(each) if self.family.is_derived else row_length(each), []).append(each)
-        if self.family.is_derived:
-            return [call for run in runs.values() for call in ([run] if self.joins(run) else [[each] for each in run])]
+            runs.setdefault(row_length(each), []).append(each)
         return list(runs.values())
-
-    @torch.no_grad()
-    def joins(self, run: Sequence[Rendered]) -> bool:
-        """Return whether one run of the tower computes the features that a run of each input does.
-
-        The first inputs of a form that come together are tried.
-        """
-        if len(run) < 2:
-            return True
-        form = form_of(run[0])
-        if form not in self.tried:
-            apart = {each: self.features_of([each])[each] for each in run}
-            try:
-                joined = self.features_of(run)
-            except (ModelError, RuntimeError):
-                self.tried[form] = False
-            else:
-                self.tried[form] = all(joined[each].is_close(apart[each]) for each in run)
-        return self.tried[form]
 
     def apart(self, batch: MicroBatch) -> list[Rendered]:
         """Return the prompts and observations on which a trained tower runs apart from the micro-batch, one for equal
@@ -213,16 +187,12 @@ class VisionEncoder:
         return self.kept.pop(rendered.digest).loss(self.run([rendered])[rendered])
 
     def run(self, rendered: Sequence[Rendered]) -> dict[Rendered, ImageFeatures]:
-        """Run the tower once on the images and videos of prompts and observations, and count the run."""
+        """Run the tower once on the images and videos of prompts and observations."""
+        inputs = tower_inputs(rendered, self.model.device)
         self.counters["vision_forwards"] += 1
         if torch.is_grad_enabled() and self.is_recomputed:
             self.counters["vision_recomputations"] += 1
         self.counters["vision_patches"] += sum(num_patches(self.model.config, each) for each in rendered)
-        return self.features_of(rendered)
-
-    def features_of(self, rendered: Sequence[Rendered]) -> dict[Rendered, ImageFeatures]:
-        """Return the features of images and videos from one run of the tower."""
-        inputs = tower_inputs(rendered, self.model.device)
         if self.family.cross_attends:
             return {rendered[0]: cross_attention_features(self.model, inputs)}
         model: Any = self.model.base_model
@@ -367,11 +337,6 @@ def joined_padded(some: Sequence[Rendered]) -> dict[str, Tensor]:
         return torch.cat([F.pad(row, (0, 0, 0, longest - row.shape[1]), value=value) for row in rows])
 
     return {"pixel_values": padded(pixels, 0), "image_position_ids": padded(places, -1)}
-
-
-def form_of(rendered: Rendered) -> Form:
-    """Return the form of the inputs of images and videos."""
-    return tuple(sorted((name, values.shape[1:]) for name, values in rendered.mm_inputs.items()))
 
 
 def row_length(rendered: Rendered) -> int:

@@ -88,44 +88,6 @@ def test_each_prompt_gets_the_features_of_its_own_images(as_list, joins_images):
     assert encoder.model.calls == encoder.counters["vision_forwards"] == (1 if joins_images else 2)
 
 
-class Mixing(Tower):
-    """Adds the sum of all images of a run to each feature."""
-
-    def get_image_features(self, pixel_values: torch.Tensor, image_ids: torch.Tensor, return_dict: bool) -> Any:
-        output = super().get_image_features(pixel_values, image_ids, return_dict)
-        output.pooler_output = output.pooler_output + 0.01 * pixel_values.sum()
-        return output
-
-
-def derived_encoder(kind: type[Tower]) -> Any:
-    return VisionEncoder(cast(Any, kind(as_list=False)), Family("tower", ("visual",), is_derived=True))
-
-
-def test_inputs_of_one_form_share_a_run_if_a_trial_finds_the_same_features():
-    one, two, three = make_prompt("one", [3]), make_prompt("two", [2, 4]), make_prompt("three", [5])
-    encoder = derived_encoder(Tower)
-    assert encoder.calls([one, two]) == [[one, two]]
-    assert encoder.model.calls == 3 and encoder.counters["vision_forwards"] == 0  # the trial, which does not count
-    weight = encoder.model.visual.weight.item()
-    features = encoder.encode([one, three])
-    assert features[three].embeddings.flatten().tolist() == pytest.approx([5 * weight] * 5)
-    assert encoder.model.calls == 4 and encoder.counters["vision_forwards"] == 1
-
-
-def test_inputs_whose_features_depend_on_each_other_have_a_run_each():
-    one, two = make_prompt("one", [3]), make_prompt("two", [2, 4])
-    encoder = derived_encoder(Mixing)
-    assert encoder.calls([one, two]) == [[one], [two]] and encoder.model.calls == 3
-    assert encoder.calls([two, one]) == [[two], [one]] and encoder.model.calls == 3
-
-
-def test_inputs_of_other_forms_are_not_tried():
-    one, wide = make_prompt("one", [3]), make_prompt("wide", [2])
-    wide = replace(wide, mm_inputs=wide.mm_inputs | {"pixel_values": torch.ones(1, 2)})
-    encoder = derived_encoder(Tower)
-    assert encoder.calls([one, wide]) == [[one], [wide]] and encoder.model.calls == 0
-
-
 @pytest.mark.parametrize("as_lists", [True, False])
 def test_each_language_layer_gets_the_deepstack_features_of_its_number(as_lists):
     one, two = make_prompt("one", [1]), make_prompt("two", [2])
