@@ -10,7 +10,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from importlib.metadata import version
 from typing import Any, NoReturn
 
 from launch.doctor import add_doctor_flags, doctor_command
@@ -125,6 +124,16 @@ def add_eval_flags(parser: argparse.ArgumentParser) -> None:
         "--checkpoint", action="append", default=[], metavar="PATH",
         help="evaluate this model instead of model_name_or_path; given several times, they are compared in a table",
     )  # fmt: skip
+
+
+class _Version(argparse.Action):
+    """Print the version and exit. Only this needs an installed rl-vlm."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from importlib.metadata import version
+
+        print(f"rl-vlm {version('rl-vlm')}")
+        parser.exit()
 
 
 def _rates(text: str) -> tuple[float, float]:
@@ -260,7 +269,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "`rl-vlm COMMAND --help` shows the most used settings.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"rl-vlm {version('rl-vlm')}")
+    parser.add_argument("--version", action=_Version, nargs=0, help="show program's version number and exit")
     parser.add_argument("command", type=_command_name, metavar="COMMAND", help=argparse.SUPPRESS)
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)

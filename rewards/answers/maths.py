@@ -7,7 +7,7 @@ import re
 import signal
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from rewards.contract import Fault, Score, plain
@@ -67,6 +67,7 @@ def _is_equal(answer: list[Any], gold: list[Any]) -> float:
 
     with limited():
         return float(bool(answer) and verify(gold, answer, timeout_seconds=0))
+    return 0.0
 
 
 def parsed(text: str) -> list[Any]:
@@ -82,6 +83,7 @@ def parsed(text: str) -> list[Any]:
     latex = answer if DELIMITERS.search(answer) else rf"\boxed{{{answer}}}"
     with limited():
         return parse(latex, [LatexExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=0)
+    return []
 
 
 def as_latex(answer: str) -> str:
@@ -100,23 +102,28 @@ def contradicts_itself(answer: str) -> bool:
 
 @contextmanager
 def limited() -> Iterator[None]:
-    """Stop a call of math-verify after `SECONDS_PER_STEP` of CPU time, so that scores are the same on a busy machine.
+    """Leave the block after `SECONDS_PER_STEP` of CPU time, so that scores are the same on a busy machine.
 
-    math-verify's own limit is in wall time. Signals need the main thread: in other threads there is no limit.
+    math-verify's own limit is in wall time. The time is that of the process, with all of its threads. Signals need the
+    main thread: in other threads there is no limit.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGPROF, _stop)
-    signal.setitimer(signal.ITIMER_PROF, SECONDS_PER_STEP, SECONDS_PER_STEP)  # again for each pair of expressions
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.signal(signal.SIGPROF, before)
-
-
-def _stop(*_: Any) -> None:
     from math_verify.errors import TimeoutException
 
-    raise TimeoutException  # which math-verify catches
+    is_inside = True
+
+    def leave(*_: Any) -> None:
+        if is_inside:
+            raise TimeoutException
+
+    before = signal.signal(signal.SIGPROF, leave)
+    signal.setitimer(signal.ITIMER_PROF, SECONDS_PER_STEP, SECONDS_PER_STEP)  # math-verify goes on to the next pair
+    try:
+        with suppress(TimeoutException):
+            yield
+    finally:
+        is_inside = False
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)

@@ -14,7 +14,7 @@ T = TypeVar("T")
 class Collectives:
     """One rank's view of all ranks. All ranks call each method together.
 
-    This class is the view of a single rank. `Ranks` joins processes.
+    This class is the view of a single rank. `Ranks` joins processes, and so overrides every method.
     """
 
     rank = 0

@@ -59,14 +59,15 @@ class PromptImages:
     def write(self, sample: Sample) -> dict[str, list[str]]:
         """Write the first images and videos of a prompt, and return the columns of their paths.
 
-        Return no column if there are none, or if the hash of the sample's id is not in the share to keep. The hash
-        makes the choice independent of ranks and of resuming.
+        Return no column if the hash of the sample's id is not in the share to keep, which is independent of ranks and
+        of resuming. Leave out columns without paths, but for that of images if all images are kept.
         """
         if not is_kept(sample.sample_id, self.share):
             return {}
         images = [self.write_image(image) for image in sample.own_images[: self.most_per_prompt]]
         strips = [self.write_image(strip_of(video)) for video in sample.all_videos[: self.most_per_prompt]]
-        return {name: paths for name, paths in (("images", images), ("videos", strips)) if paths}
+        always = {"images": images} if self.most_per_prompt is None else {}
+        return always | {name: paths for name, paths in (("images", images), ("videos", strips)) if paths}
 
     def of_completion(self, sample: Sample, index: int) -> KeepImages | None:
         """Return the function that writes the first images and clips of a tool's result and returns their paths.

@@ -82,7 +82,8 @@ def derive(config: PreTrainedConfig) -> Family:
 def pixels_of(function: Any) -> tuple[str, ...]:
     """Return the arguments of `get_image_features` that have pixels and no default. A model can have two towers."""
     arguments = signature(function).parameters.values()
-    return tuple(each.name for each in arguments if "pixel_values" in each.name and each.default is each.empty)
+    needed = tuple(each.name for each in arguments if "pixel_values" in each.name and each.default is each.empty)
+    return needed or ("pixel_values",)
 
 
 def named(config: PreTrainedConfig) -> str:

@@ -349,12 +349,15 @@ class StartCheck:
     def gradients(self, checked: Checked) -> ProofCheck:
         """Check whether each trained weight has a gradient. It may be zero, as for a new adapter's `lora_A`."""
         assert self.strategy is not None
+        policy, dense = self.rounds.policy, checked.expected.dense
+        trained = {name: p for name, p in policy.model.named_parameters() if p.requires_grad}
+        behind = self.weights_behind_features(checked)
+        if lost := [name for name, p in trained.items() if id(p) in behind]:
+            return ProofCheck(GRADIENTS, problem=f"{lost[0]} gets no gradient from features of images")
         if self.strategy.is_sharded:
             return ProofCheck(GRADIENTS, untried="they are sharded between ranks")
-        policy, dense = self.rounds.policy, checked.expected.dense
         has_images = any(g.group.prompt.mm_inputs for g in checked.rows.groups) and not dense.vision_apart
         vision = set(map(id, policy.family.vision_parameters(policy.transformer)))
-        trained = {name: p for name, p in policy.model.named_parameters() if p.requires_grad}
         parts = {
             "the language model": [n for n, p in trained.items() if id(p) not in vision],
             "the vision tower": [n for n, p in trained.items() if id(p) in vision] if has_images else [],
@@ -365,9 +368,6 @@ class StartCheck:
         for part, names in parts.items():
             if names and len(without[part]) == len(names):
                 return ProofCheck(GRADIENTS, problem=f"no trained weight of {part} has a gradient")
-        behind = self.weights_behind_features(checked)
-        if lost := [name for name, p in trained.items() if id(p) in behind]:
-            return ProofCheck(GRADIENTS, problem=f"{lost[0]} gets no gradient from features of images")
         unused = [name for names in without.values() for name in names]
         if unused:
             named = f"{', '.join(unused[:3])}{', …' if len(unused) > 3 else ''}"
@@ -382,9 +382,9 @@ class StartCheck:
         The tower runs without gradients, so these weights would learn nothing from images. Features can be embeddings
         of the language model (Emu3).
         """
-        vision = self.rounds.policy.vision
+        policy, vision = self.rounds.policy, self.rounds.policy.vision
         prompts = [group.group.prompt for group in checked.rows.groups if group.group.prompt.mm_inputs]
         if not vision.family.is_derived or not vision.is_frozen or not prompts:
             return set()
-        with torch.enable_grad():
+        with checked.rows.probing.apart("dense"), policy.autocast(), torch.enable_grad():
             return weights_behind(vision.run(prompts[:1])[prompts[0]].embeddings)

@@ -66,11 +66,11 @@ def planned_budget(
     """
     on_gpu = ranks.device.type != "cpu"
     hardware = Hardware(this_card(ranks.device), ranks.world_size, 1, ranks.launch.sharding)
+    if family_of(checkpoint_config(base_of(initial), config.model)).is_derived:
+        return unplanned("its model_type has no row in the table of families")
     longest = max(prompts, key=lambda prompt: len(prompt.token_ids), default=None)
     if longest is None:
         return unplanned("no row of the data makes a prompt")
-    if family_of(checkpoint_config(base_of(initial), config.model)).is_derived:
-        return unplanned("its model_type has no row in the table of families")
     try:
         needs_none = not on_gpu and surely_fits(config, initial, hardware, longest)
         if needs_none and not config.log.memory_profile:

@@ -189,7 +189,7 @@ def has_videos(data: DataConfig) -> bool:
     named = {key for entry in entries for key in entry.columns}
     if named.intersection(VIDEO_COLUMNS) or any(getattr(data, name) is not None for name in OF_VIDEOS):
         return True
-    if "max_frames" in data.model_fields_set:
+    if data.max_frames != DataConfig().max_frames:
         return True
     if not all(Path(entry.name).is_file() for entry in entries):
         return False

@@ -75,7 +75,7 @@ def test_small_copies_of_images_are_written_once(tmp_path):
     files, scan, other = directory(tmp_path), Image.new("RGB", (900, 600), "red"), noise(1)
     names = files.images.write(of_images(scan, other))["images"]
     assert files.images.write(of_images(scan.copy())) == {"images": names[:1]}
-    assert files.images.write(of_images()) == {}
+    assert files.images.write(of_images()) == {"images": []}
     written = [files.path / name for name in names]
     assert sorted((files.path / "images").iterdir()) == sorted(written)
     assert [Image.open(path).size for path in written] == [(448, 299), other.size]
