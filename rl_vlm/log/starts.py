@@ -139,10 +139,10 @@ def add_proof(folder: Path, proof: dict[str, Any], name: str | None = None) -> N
         file.write_text("".join(f"{line}\n" for line in lines))
 
 
-def last_fallback(folder: Path) -> str | None:
-    """Return the slower way to compute rows that the last start with a proof has fallen back to, or None."""
+def last_proof(folder: Path) -> dict[str, Any] | None:
+    """Return the results of the last proof of a start, or None if there was none."""
     proofs = [start["proof"] for start in read_starts(folder) if start["proof"]]
-    return proofs[-1]["fallback"] if proofs else None
+    return proofs[-1] if proofs else None
 
 
 def read_starts(folder: Path) -> list[dict[str, Any]]:

@@ -6,8 +6,8 @@
     get_rope_index         positions, if the model has this function
     config                 the ids of placeholder tokens, under their usual names
 
-Only the proof before the first step says whether they are right (`rl_vlm/passes/start_check.py`). The image inputs of
-prompts are never joined, so the tower runs once per prompt.
+Only the proof before the first step says whether they are right, and whether images of several prompts share a run of
+the vision tower (`rl_vlm/passes/start_check.py`).
 """
 
 from __future__ import annotations

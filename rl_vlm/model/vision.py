@@ -96,6 +96,12 @@ class VisionEncoder:
     features: FeatureCache = field(default_factory=FeatureCache)
     kept: dict[bytes, KeptFeatures] = field(default_factory=dict)
     """Features of a trained tower that several micro-batches use, by the digest of their images."""
+    joined: bool | None = None
+    """Whether images of several prompts share a run, if the family has no row. None until a proof says so."""
+
+    def join_images(self, joined: bool) -> None:
+        """Let images of several prompts share a run from now on, or not."""
+        self.joined = joined
 
     @cached_property
     def is_frozen(self) -> bool:
@@ -149,18 +155,19 @@ class VisionEncoder:
         """Return the inputs of each run of the tower: all in one run if they can be concatenated, else one each.
 
         Rows of patches of different lengths (Gemma 4) have a run for each length, so that short ones get no padding.
-        Equal images are one input. Images whose digests are `known` are left out.
+        Without a row in the table of families, inputs of other shapes have other runs. Equal images are one input.
+        Images whose digests are `known` are left out.
         """
         unlike: dict[bytes, Rendered] = {}
         for each in rendered:
             if each.mm_inputs and not any(each.digest in owner for owner in (self.features, self.kept, known)):
                 unlike.setdefault(each.digest, each)
         new = list(unlike.values())
-        if not self.family.joins_images:
+        if not (self.family.joins_images or self.joined):
             return [[each] for each in new]
-        runs: dict[int, list[Rendered]] = {}
+        runs: dict[Any, list[Rendered]] = {}
         for each in new:
-            runs.setdefault(row_length(each), []).append(each)
+            runs.setdefault(input_shapes(each) if self.family.is_derived else row_length(each), []).append(each)
         return list(runs.values())
 
     def apart(self, batch: MicroBatch) -> list[Rendered]:
@@ -337,6 +344,11 @@ def joined_padded(some: Sequence[Rendered]) -> dict[str, Tensor]:
         return torch.cat([F.pad(row, (0, 0, 0, longest - row.shape[1]), value=value) for row in rows])
 
     return {"pixel_values": padded(pixels, 0), "image_position_ids": padded(places, -1)}
+
+
+def input_shapes(rendered: Rendered) -> tuple[tuple[str, torch.Size], ...]:
+    """Return the names and shapes of the inputs of images and videos, without dimension 0."""
+    return tuple(sorted((name, values.shape[1:]) for name, values in rendered.mm_inputs.items()))
 
 
 def row_length(rendered: Rendered) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Literal
 
 import torch
@@ -13,12 +14,14 @@ from torch import Tensor
 from rl_vlm.algorithm.logprobs import store_logprobs
 from rl_vlm.model.probe import probed_embeddings, weights_behind
 from rl_vlm.passes.checked_groups import taken
-from rl_vlm.passes.proof import Probe
+from rl_vlm.passes.proof import Probe, rms
 from rl_vlm.passes.rounds import Rounds
 from rl_vlm.passes.schedule import Round
 from rl_vlm.stages import Stage
-from rl_vlm.types import Forward, MicroBatch, ScoredGroup, Sharing, SubGroup, length_mask, pad_rows, to_device
+from rl_vlm.types import Forward, MicroBatch, Prompt, ScoredGroup, Sharing, SubGroup, length_mask, pad_rows, to_device
 
+TINY = 1e-30
+"""In place of the norm of features that are all 0."""
 Way = Literal["own", "dense", "shared"]
 """A way to compute rows: by the model's own forward, with a row per completion, or with each prompt computed once."""
 
@@ -74,6 +77,19 @@ class Probing:
                 if not work.forward.batch.is_dummy:
                     store_logprobs(work.forward.batch, logprobs_NT.float(), Stage.OLD_LOGPROBS)
         return taken(groups)
+
+    @torch.no_grad()
+    def joined_difference(self, prompts: Sequence[Prompt]) -> float:
+        """Run the vision tower on all prompts at once, and on each alone. Return how far features differ.
+
+        It is the root mean square of the differences, relative to the features, for the prompt that differs most.
+        """
+        policy, vision = self.rounds.policy, self.rounds.policy.vision
+        with self.apart("dense"), policy.autocast():
+            apart = [vision.run([prompt])[prompt].tensors() for prompt in prompts]
+            joined = [features.tensors() for features in vision.run(prompts).values()]
+        pairs = zip(chain.from_iterable(joined), chain.from_iterable(apart), strict=True)
+        return max(rms(ours.float() - theirs.float()) / max(rms(theirs.float()), TINY) for ours, theirs in pairs)
 
     def schedule(self, groups: Sequence[ScoredGroup], sharing: Sharing, budget: int | None = None) -> list[Round]:
         """Return the rounds of the groups in a layout."""

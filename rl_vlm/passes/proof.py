@@ -28,6 +28,7 @@ OTHER_PROMPTS = "the run's rows and rows with the prompt of another row"
 SIBLINGS = "the run's rows and rows beside other completions"
 ROLLOUTS = "rollouts and dense rows"
 GRADIENTS = "trained weights"
+JOINED = "images of several prompts in one run of the vision tower and in a run each"
 
 
 @dataclass(frozen=True)
@@ -120,11 +121,13 @@ class Proof:
     checks: list[ProofCheck] = field(default_factory=list)
     fallback: str | None = None
     """The slower way with which the run continues."""
+    joins_images: bool | None = None
+    """Whether images of several prompts share a run of the tower. None if the table of families says so."""
 
     def state(self) -> dict[str, Any]:
         """Return the proof with JSON types."""
         checks = [{"check": str(each), "result": each.result} for each in self.checks]
-        return {"checks": checks, "fallback": self.fallback}
+        return {"checks": checks, "fallback": self.fallback, "joins_images": self.joins_images}
 
 
 def compare(shared: Probe, dense: Probe, others: Sequence[Probe], smallest_bound: float) -> list[Comparison]:

@@ -70,6 +70,11 @@ class Rounds:
         else:
             self.sharing = "unproven"
 
+    def join_images(self, joined: bool) -> None:
+        """Let images of several prompts share a run of the vision tower from now on, or not."""
+        for model in self.models:
+            model.vision.join_images(joined)
+
     @contextmanager
     def running(self, work: Round) -> Iterator[None]:
         """Run the forward and backward of one round in this context.

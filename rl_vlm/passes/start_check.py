@@ -13,6 +13,10 @@ A few of the first completions, shortened, are computed in several ways:
     4  the engine's log-probs           equal, if the engine samples from the trained weights themselves
     5  trained weights                  have a gradient
 
+A model without a row in the table of families has one more check before these, on its tower:
+
+       images of several prompts in one run, and in a run each    equal, or else each prompt has a run
+
 If shared rows are not proven, the run goes on with a slower way that is: two SDPA calls in place of FlexAttention, or
 dense rows. If another check fails, the run ends. An evaluation trains nothing, and leaves out 2 and 5.
 """
@@ -22,6 +26,7 @@ from __future__ import annotations
 import logging
 import operator
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -34,6 +39,7 @@ from rl_vlm.distributed.strategy import Strategy
 from rl_vlm.errors import ModelError, OutOfMemory, shorten
 from rl_vlm.model.in_memory import free_host_memory
 from rl_vlm.model.probe import weights_behind
+from rl_vlm.model.vision import input_shapes
 from rl_vlm.passes.checked_groups import (
     ALL,
     CheckedSize,
@@ -50,6 +56,7 @@ from rl_vlm.passes.probing import CheckedRows, Probing, Way
 from rl_vlm.passes.proof import (
     AGAIN,
     GRADIENTS,
+    JOINED,
     OTHER_IMAGES,
     OTHER_PROMPTS,
     OWN_FORWARD,
@@ -66,9 +73,9 @@ from rl_vlm.passes.proof import (
     logprob_difference,
     refuse,
 )
-from rl_vlm.passes.recovery import free_memory, tried
+from rl_vlm.passes.recovery import free_memory, is_out_of_memory, tried
 from rl_vlm.passes.rounds import Rounds
-from rl_vlm.types import ScoredGroup
+from rl_vlm.types import Prompt, ScoredGroup
 
 logger = logging.getLogger(__name__)
 NOT_TAKEN = "the model's own forward takes no such videos"
@@ -114,7 +121,9 @@ class StartCheck:
         rank. If ranks gather weights together, they cannot skip it, and OutOfMemory is raised.
         """
         self.is_due, start, self.proof = False, time.perf_counter(), Proof(fallback=self.rounds.fallback)
-        if (checked := self.computed(chosen(groups, self.size))) is not None:
+        some = chosen(groups, self.size)
+        self.prove_joined_images(some)
+        if (checked := self.computed(some)) is not None:
             self.prove(checked, policy_version)
             logger.info("%s were checked in %.1f s", ROWS, time.perf_counter() - start)
         self.refuse_unproven()
@@ -132,6 +141,36 @@ class StartCheck:
             return None
         return checked
 
+    def prove_joined_images(self, groups: Sequence[ScoredGroup]) -> None:
+        """Let images of several prompts share a run of the tower if they can, and no row of the table says so.
+
+        Later checks would not find a wrong way to join, since the bounds come from rows in other batches. A resumed run
+        goes on as before.
+        """
+        vision = self.rounds.policy.vision
+        if vision.family.is_derived and vision.joined is None:
+            check = self.joined_images(groups)
+            self.note(check)
+            self.rounds.join_images(all(self.ranks.gather([check.result == "holds"])))
+        self.proof.joins_images = vision.joined
+
+    def joined_images(self, groups: Sequence[ScoredGroup]) -> ProofCheck:
+        """Compare features from one run of the tower with those from a run for each prompt."""
+        by_shapes: dict[Any, dict[bytes, Prompt]] = defaultdict(dict)
+        for prompt in (group.group.prompt for group in groups if group.group.prompt.mm_inputs):
+            by_shapes[input_shapes(prompt)][prompt.digest] = prompt
+        prompts = list(max(by_shapes.values(), key=len, default={}).values())
+        if len(prompts) < 2:
+            return ProofCheck(JOINED, untried="no two prompts have other images of the same shapes")
+        try:
+            difference = Probing(self.rounds, self.gathers).joined_difference(prompts)
+        except (ModelError, RuntimeError) as error:
+            reason = shorten(str(error))
+            return ProofCheck(JOINED, untried=reason) if is_out_of_memory(error) else ProofCheck(JOINED, problem=reason)
+        return ProofCheck(
+            JOINED, (Comparison("features", difference, SMALLEST_BOUND[self.rounds.policy.compute_dtype]),)
+        )
+
     def refuse_unproven(self) -> None:
         """Raise ModelError if only the checks can say whether rows are right, and they could not be made."""
         family, checks = self.rounds.policy.family, self.proof.checks
@@ -139,7 +178,7 @@ class StartCheck:
             return
         raise ModelError(
             f"model_type {family.model_type!r} has no row in the table of families, and it is not proven here: "
-            f"{next((str(check) for check in checks if check.untried), 'no check was made')}"
+            f"{next((str(each) for each in checks if each.untried and each.of != JOINED), 'no check was made')}"
         )
 
     def prove(self, checked: Checked, policy_version: int | None) -> None:

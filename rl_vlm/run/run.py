@@ -31,7 +31,7 @@ from rl_vlm.log.files import check_held, disk_errors, unwritable
 from rl_vlm.log.messages import Hints, held_out_line
 from rl_vlm.log.metrics import seconds_of, totals
 from rl_vlm.log.progress_bar import ProgressBar, training_figures
-from rl_vlm.log.starts import add_proof, append_start, last_fallback
+from rl_vlm.log.starts import add_proof, append_start, last_proof
 from rl_vlm.model.loading import load_weights
 from rl_vlm.model.saving import PolicyFiles
 from rl_vlm.passes.changes import BudgetChange, read_changes, write_changes
@@ -76,7 +76,7 @@ class Run:
                 self.restore(parts.saved)
                 step, last = self.progress.global_step, self.progress.max_steps
                 logger.info("resuming from %s (step %d of %d)", parts.saved.path.name, step, last)
-                self.go_on_with_fallback(parts.saved)
+                self.go_on_as_proven(parts.saved)
             budget_changes = self.replayed_changes(parts.saved)
             with self.ranks.agree(), unwritable(self.directory.path):
                 self.prepare_directory(parts.saved, budget_changes)
@@ -85,13 +85,15 @@ class Run:
             self.tracked_window: Path | None = None
             self.opened = opened.pop_all()
 
-    def go_on_with_fallback(self, saved: SavedRun) -> None:
-        """Use the slower way to compute rows to which the last start has fallen back, if it has."""
-        ways = self.ranks.gather([last_fallback(saved.path.parent) if self.ranks.is_main else None])
-        way = next(filter(None, ways), None)
-        if way is not None:
+    def go_on_as_proven(self, saved: SavedRun) -> None:
+        """Compute rows and features in the way that the proof of the last start has allowed, if there was one."""
+        proofs = self.ranks.gather([last_proof(saved.path.parent) if self.ranks.is_main else None])
+        proof = next(filter(None, proofs), {})
+        if (way := proof.get("fallback")) is not None:
             logger.warning("rows are computed with %s, as before", way)
             self.trainer.passes.use(way)
+        if (joined := proof.get("joins_images")) is not None:
+            self.trainer.passes.join_images(joined)
 
     def replayed_changes(self, saved: SavedRun | None) -> list[BudgetChange]:
         """Let the run replay the budget changes after its checkpoint. Return these and the earlier changes.

@@ -1,6 +1,7 @@
 """Types without a row in the table of families: the proof before the first step decides."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,13 @@ from rl_vlm.errors import ConfigError, ModelError, RLVLMError
 from rl_vlm.log.starts import read_starts
 from rl_vlm.model import derived, policy
 from rl_vlm.model.family import text_positions
+from rl_vlm.model.features import ImageFeatures
 from rl_vlm.model.layout import ForwardInputs, shared_inputs
+from rl_vlm.model.vision import VisionEncoder
 from rl_vlm.passes import start_check
-from rl_vlm.passes.proof import GRADIENTS, OWN_FORWARD, SHARED
+from rl_vlm.passes.proof import GRADIENTS, JOINED, OWN_FORWARD, SHARED
 from rl_vlm.run.run import train
+from rl_vlm.types import Rendered
 from tests.helpers.builders import sharp_checkpoint
 from tests.helpers.family_parity import cases, measure
 from tests.helpers.tiers import in_tiers
@@ -110,6 +114,35 @@ def test_rows_that_could_not_be_checked_end_the_run(
     monkeypatch.setattr(start_check, "chosen", lambda groups, size: [])
     with pytest.raises(ModelError, match=r"it is not proven here: .* were not checked: a rank has no sampled token"):
         train(make_config(unlisted, tmp_path, max_steps=1))
+
+
+def test_images_of_several_prompts_share_a_run_of_the_tower_also_after_a_resume(unlisted: Path, tmp_path: Path) -> None:
+    """The second start tries nothing again, so that features are those of a run that was not interrupted."""
+    settings = {"freeze_vision_tower": True, "save_steps": 1}
+    train(make_config(unlisted, tmp_path, max_steps=1, **settings))
+    assert any(line.startswith(f"{JOINED} differ in features by ") for line in lines_of_proof(tmp_path))
+    train(make_config(unlisted, tmp_path, max_steps=2, resume_from_checkpoint="auto", **settings))
+    assert not any(line.startswith(JOINED) for line in lines_of_proof(tmp_path))
+    assert [start["proof"]["joins_images"] for start in read_starts(tmp_path)] == [True, True]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_tower_that_mixes_images_has_a_run_for_each_prompt(
+    unlisted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    """A tenth of the first vector of the first image is added to all others."""
+
+    def mixed(encoder: VisionEncoder, rendered: Sequence[Rendered]) -> dict[Rendered, ImageFeatures]:
+        found = run(encoder, rendered)
+        first = found[rendered[0]].embeddings.flatten(0, -2)[0]
+        return {each: features.map(lambda t: t + 0.1 * first) for each, features in found.items()}
+
+    run = VisionEncoder.run
+    monkeypatch.setattr(VisionEncoder, "run", mixed)
+    monkeypatch.setattr(start_check.StartCheck, "computed", lambda *_: None)
+    monkeypatch.setattr(start_check.StartCheck, "refuse_unproven", lambda *_: None)
+    train(make_config(unlisted, tmp_path, max_steps=1, dtype=dtype))
+    assert read_starts(tmp_path)[-1]["proof"]["joins_images"] is False
 
 
 def test_shared_rows_that_cannot_be_computed_become_dense(

@@ -88,6 +88,17 @@ def test_each_prompt_gets_the_features_of_its_own_images(as_list, joins_images):
     assert encoder.model.calls == encoder.counters["vision_forwards"] == (1 if joins_images else 2)
 
 
+def test_inputs_of_the_same_shapes_share_a_run_once_a_proof_says_so():
+    one, two, wide = make_prompt("one", [3]), make_prompt("two", [2, 4]), make_prompt("wide", [2])
+    wide = replace(wide, mm_inputs=wide.mm_inputs | {"pixel_values": torch.ones(1, 2)})
+    encoder = VisionEncoder(cast(Any, Tower(as_list=False)), Family("tower", ("visual",), is_derived=True))
+    assert encoder.calls([one, two, wide]) == [[one], [two], [wide]]
+    encoder.join_images(True)
+    assert encoder.calls([one, wide, two]) == [[one, two], [wide]]
+    encoder.join_images(False)
+    assert encoder.calls([one, two, wide]) == [[one], [two], [wide]]
+
+
 @pytest.mark.parametrize("as_lists", [True, False])
 def test_each_language_layer_gets_the_deepstack_features_of_its_number(as_lists):
     one, two = make_prompt("one", [1]), make_prompt("two", [2])
