@@ -22,7 +22,7 @@ from rl_vlm.config.load import load_config
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
-TINY = {"digits", "digits_lora", "grid_game", "grounding", "intervals", "look_closer", "motion"}
+TINY = {"blinks", "digits", "digits_lora", "grid_game", "grounding", "intervals", "look_closer", "motion", "order"}
 """Configs of models and data that a run makes itself, on a CPU."""
 KEPT = ROOT / "tests/data/dry_runs"
 
