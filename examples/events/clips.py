@@ -9,7 +9,7 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
-from examples.motion.clips import DIGIT, GREY, SIDE, mp4, split
+from examples.motion.clips import DIGIT, SIDE, frame, mp4, split
 
 NUM_TRAINING, NUM_HELD_OUT = 2048, 512
 NUM_FRAMES, FPS = 8, 4
@@ -59,14 +59,15 @@ def draw_blinks(random: Random, scans: Any) -> Row:
     scan, count = random.choice(scans), random.randrange(len(COUNTS))
     x, y = random.randrange(SIDE - DIGIT), random.randrange(SIDE - DIGIT)
     gone = random.sample(range(NUM_FRAMES // 2), count)
-    frames = [page({} if i // 2 in gone else {(x, y): scan}) for i in range(NUM_FRAMES)]
+    frames = [frame(scan * (i // 2 not in gone), x, y) for i in range(NUM_FRAMES)]
     return {"prompt": HOW_OFTEN, "video": mp4(frames, FPS), "solution": COUNTS[count]}
 
 
 def draw_order(random: Random, scans: Any, backwards: bool = False) -> Row:
     """Draw a digit in one corner in the first half of a clip, and another in another corner in the second half."""
     corners = random.sample([*CORNERS], 2)
-    halves = [page({place_in(random, corner): random.choice(scans)}) for corner in corners]
+    placed = [(place_in(random, corner), random.choice(scans)) for corner in corners]
+    halves = [frame(scan, *place) for place, scan in placed]
     frames = [halves[i * 2 // NUM_FRAMES] for i in range(NUM_FRAMES)]
     return {"prompt": WHERE_FIRST, "video": mp4(frames[::-1] if backwards else frames, FPS), "solution": corners[0]}
 
@@ -76,13 +77,3 @@ def place_in(random: Random, corner: str) -> tuple[int, int]:
     half, room = SIDE // 2, SIDE // 2 - DIGIT + 1
     column, line = CORNERS[corner]
     return half * column + random.randrange(room), half * line + random.randrange(room)
-
-
-def page(digits: dict[tuple[int, int], Any]) -> Any:
-    """Return grey pixels (height, width) with scans of digits at these places."""
-    import numpy as np
-
-    pixels = np.full((SIDE, SIDE), GREY, "uint8")
-    for (x, y), scan in digits.items():
-        pixels[y : y + DIGIT, x : x + DIGIT] = GREY + scan * ((255 - GREY) / 255)
-    return pixels

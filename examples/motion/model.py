@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from examples.motion import clips
@@ -21,12 +22,19 @@ MEAN, SPREAD = GREY / 255, 0.1
 @cached_model(clips)
 def starting_model(directory: Path, seed: int) -> None:
     """Write a model that sees two frames as one token, and answers `<answer>way</answer>` with a random way."""
+    write_model(directory, seed, QUESTION, WAYS, DataConfig(dataset_name=f"{clips.__name__}:train_rows", fps=FPS))
+
+
+def write_model(directory: Path, seed: int, question: str, answers: Iterable[str], data: DataConfig) -> None:
+    """Write a model that sees two frames as one token, and gives one of the answers at random. Each is one token.
+
+    `data` has the rows of the warm-up.
+    """
     from rl_vlm.tiny.build import build_tiny
     from rl_vlm.tiny.tokenizer import DEFAULT_CORPUS
 
     build_tiny(
-        "qwen3_vl", directory, corpus=(*DEFAULT_CORPUS, QUESTION), whole_tokens=("<answer>", "</answer>", *WAYS),
+        "qwen3_vl", directory, corpus=(*DEFAULT_CORPUS, question), whole_tokens=("<answer>", "</answer>", *answers),
         initializer_range=0.1, resolution=Resolution(SIDE, tokens_per_side=1), pixels=(MEAN, SPREAD), seed=seed,
     )  # fmt: skip
-    data = DataConfig(dataset_name=f"{clips.__name__}:train_rows", fps=FPS)
-    warm_up(directory, data, random_answers([f"<answer>{way}</answer>" for way in WAYS], seed))
+    warm_up(directory, data, random_answers([f"<answer>{each}</answer>" for each in answers], seed))
