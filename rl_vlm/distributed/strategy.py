@@ -21,7 +21,7 @@ from rl_vlm.errors import LaunchError
 class Strategy:
     """Holds weights, gradients and optimizer state on the ranks. All ranks call each method together.
 
-    What this class defines itself holds for a strategy with an optimizer of torch that shards no weights.
+    The methods of this class shard no weights, and use an optimizer of torch. Other strategies override them.
     """
 
     name: str

@@ -60,7 +60,7 @@ class PromptImages:
         """Write the first images and videos of a prompt, and return the columns of their paths.
 
         Return no column if the hash of the sample's id is not in the share to keep, which is independent of ranks and
-        of resuming. Leave out columns without paths, but for that of images if all images are kept.
+        of resuming. Leave out empty columns. If all images are kept, the column of images can be empty.
         """
         if not is_kept(sample.sample_id, self.share):
             return {}

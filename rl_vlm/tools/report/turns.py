@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from statistics import fmean
 from typing import Any
 
 from rl_vlm.log.completions import values_of
+from rl_vlm.log.metrics import is_number
 from rl_vlm.log.trajectories import turns_of
 from rl_vlm.tools.report.read import Row, RunResults
 
@@ -126,11 +126,7 @@ def shown_turns(row: Row) -> list[ShownTurn]:
                 str(turn["text"]),
                 tuple(str(call["name"]) for call in turn["calls"]),
                 tuple(map(Result.of_file, turn["results"])),
-                {
-                    name: value
-                    for name in ("reward", "advantage")
-                    if (value := turn.get(name)) is not None and math.isfinite(value)
-                },
+                {name: turn[name] for name in ("reward", "advantage") if is_number(turn.get(name))},
             )
             for turn in turns_of(row)
         ]
