@@ -6,8 +6,8 @@ A worker can hang in C, ignore signals, use all memory or crash, so that it cann
 runs no user's code. It kills the worker and all processes that come from it as soon as the worker or the main process
 has ended in any way, the main process asks for it, or they use more memory than they may.
 
-On Linux a process whose parent has ended gets the supervisor as its parent, so processes in sessions of their own are
-found as well. Elsewhere only those of the worker's process group are.
+On Linux, the supervisor becomes the parent of each process whose parent has ended, so it also finds processes that
+began a new session. On other systems, it finds only the processes of the worker's process group.
 """
 
 from __future__ import annotations
@@ -149,8 +149,8 @@ def kill_all(worker: int) -> None:
 class Memory:
     """Measures the memory of all processes that come from this one.
 
-    What they have in memory is counted, not the address space: browsers, CUDA and thread pools reserve much more than
-    they use. The limits that a process can have (`RLIMIT_AS`, `RLIMIT_DATA`) count that, and each process alone.
+    It counts resident memory, not the address space: browsers, CUDA and thread pools reserve much more than they use.
+    `RLIMIT_AS` and `RLIMIT_DATA` would count the address space, and each process alone.
     """
 
     def __init__(self) -> None:

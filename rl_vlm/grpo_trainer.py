@@ -414,7 +414,7 @@ def refuse_overrides(trainer: type) -> None:
 
 
 def adapter_settings(peft_config: Any) -> dict[str, Any]:
-    """Return the settings of a LoraConfig, and log what differs here. None has no settings."""
+    """Return the settings of a LoraConfig, and log the ones that differ here. None has no settings."""
     if peft_config is None:
         return {}
     settings, notes = lora_settings(peft_config)

@@ -104,8 +104,8 @@ def contradicts_itself(answer: str) -> bool:
 def limited() -> Iterator[None]:
     """Leave the block after `SECONDS_PER_STEP` of CPU time, so that scores are the same on a busy machine.
 
-    math-verify's own limit is in wall time. The time is that of the process, with all of its threads. Signals need the
-    main thread: in other threads there is no limit.
+    math-verify's own limit is in wall time. This limit counts all threads of the process. It uses a signal, which only
+    the main thread can receive: other threads have no limit.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

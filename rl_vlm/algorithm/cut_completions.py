@@ -5,7 +5,7 @@
 
 Each micro-batch computes the loss of the whole completion, GSPO's ratio over all tokens included. The log-probs
 of other contexts are given, without a gradient. By the chain rule, the gradients of the micro-batches add up to the
-gradient of the completion. The loss that a micro-batch adds to the step's is the share of its own tokens.
+gradient of the completion. Each micro-batch adds its own tokens' share to the loss of the step.
 """
 
 from __future__ import annotations

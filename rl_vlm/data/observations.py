@@ -1,7 +1,7 @@
 """Renders observations: messages between two turns of the model, and the template's text around them.
 
-A chat template writes text around each message. What follows an assistant's turn is taken from a short conversation in
-which a marker stands for the turn, so sampled tokens are never decoded and encoded again:
+A chat template writes text around each message. This module renders a short conversation in which a marker replaces
+the assistant's turn, and takes the text after the marker. Sampled tokens are never decoded and encoded again:
 
     [user] [assistant: marker] [observation] ─ template ─► … marker<|im_end|>⏎<|im_start|>user … <|im_start|>assistant⏎
                                                                    └─────────────── its text ──────────────────────┘

@@ -1,8 +1,8 @@
 """FlexAttention's kernels: compiled once for all rows, with tiles that fit the shared memory of the card.
 
 PyTorch's own tiles are too large for heads of 256 values on cards with 99 KB per block, such as RTX 3090 and 4090, A10,
-L4 and L40S: the backward needs 137,216 bytes there. On an A100 they fit, but most values are spilled to memory. So are
-those of the forward in float32 for heads of 128. `benchmarks/compiled_kernels.py` compiles the kernels for six cards.
+L4 and L40S: the backward needs 137,216 bytes there. On an A100 they fit, but the kernel spills most values to memory.
+The forward in float32 does so too, for heads of 128. `benchmarks/compiled_kernels.py` compiles them for six cards.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def adapts_tied_weight(model: PreTrainedModel) -> bool:
 
 
 def untie_head(model: PreTrainedModel) -> None:
-    """Give the LM head a weight of its own, with the same values, also in the model's config."""
+    """Give a tied LM head a copy of the embeddings' weight, and set `tie_word_embeddings` to False in the config."""
     head: Any = model.get_output_embeddings()
     base = head.get_base_layer() if hasattr(head, "get_base_layer") else head
     base.weight = nn.Parameter(base.weight.detach().clone())

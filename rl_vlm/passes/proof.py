@@ -126,7 +126,7 @@ class Proof:
 
     def state(self) -> dict[str, Any]:
         """Return the proof with JSON types."""
-        checks = [{"check": str(each), "result": each.result} for each in self.checks]
+        checks = [{"of": each.of, "check": str(each), "result": each.result} for each in self.checks]
         return {"checks": checks, "fallback": self.fallback, "joins_images": self.joins_images}
 
 

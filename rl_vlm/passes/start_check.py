@@ -17,8 +17,9 @@ A model without a row in the table of families has one more check before these, 
 
        images of several prompts in one run, and in a run each    equal, or else each prompt has a run
 
-If shared rows are not proven, the run goes on with a slower way that is: two SDPA calls in place of FlexAttention, or
-dense rows. If another check fails, the run ends. An evaluation trains nothing, and leaves out 2 and 5.
+If shared rows are not proven, the run continues with a slower way that is proven: two SDPA calls instead of
+FlexAttention, or dense rows. If another check fails, the run ends. An evaluation trains nothing, and leaves out
+2 and 5.
 """
 
 from __future__ import annotations
@@ -145,7 +146,7 @@ class StartCheck:
         """Let images of several prompts share a run of the tower if they can, and no row of the table says so.
 
         Later checks would not find a wrong way to join, since the bounds come from rows in other batches. A resumed run
-        goes on as before.
+        continues as recorded.
         """
         vision = self.rounds.policy.vision
         if vision.family.is_derived and vision.joined is None:

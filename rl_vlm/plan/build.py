@@ -296,8 +296,8 @@ def plan_rollouts(config: RunConfig, hardware: Hardware, model: Model) -> Rollou
 def policy_rollouts(config: RunConfig, hardware: Hardware, model: Model) -> Rollouts:
     """Return the memory of sampling from the trained model itself: caches, logits, and gathered weights.
 
-    With tools, a later turn computes each completion's prompt and tokens so far as a prompt of its own. The plan has
-    the longest: all tokens but one.
+    With tools, a later turn computes each completion's prompt and tokens so far as a separate prompt. The plan has the
+    longest: all tokens but one.
     """
     sampled = config.rollout
     prompt, completion, group = model.prompt_tokens, sampled.max_completion_length, sampled.num_generations

@@ -193,8 +193,8 @@ class HFEngine(RolloutEngine):
     def generate(self, requests: Sequence[RolloutRequest], sampling: Sampling) -> list[Group]:
         """Generate one group per request, in order.
 
-        A batch holds prompts of similar length, to save padding, and paused completions of equal length. Completions
-        that go on after an observation are rows of their own, of which a batch holds similarly long ones.
+        A batch holds prompts of similar length, to save padding, and paused completions of equal length. A
+        completion that continues after an observation is a row by itself. A batch holds such rows of similar length.
         """
         with generation_mode(self.model), self.autocast(self.lockstep is None):
             rows = [row for number, request in enumerate(requests) for row in turns_to_continue(number, request)]
@@ -451,7 +451,7 @@ class HFEngine(RolloutEngine):
 
 
 class TurnRow(NamedTuple):
-    """A completion that goes on after an observation."""
+    """A completion that continues after an observation."""
 
     number: int
     """Number of its request."""

@@ -42,7 +42,7 @@ OF_VIDEOS = ("videos", "frames_of")
 
 @runtime_checkable
 class Builder(Protocol):
-    """Builds what states leave out. `PromptSource` does so."""
+    """Rebuilds the parts that states leave out. `PromptSource` is one."""
 
     @property
     def builder(self) -> SampleRenderer:

@@ -1,6 +1,6 @@
 """The weights to send to an engine that keeps its own model: the policy's adapter, or its trained weights.
 
-full fine-tuning   all weights but those of a frozen vision tower
+full fine-tuning   all weights, without a frozen vision tower
 LoRA               the adapter alone; or, with `lora_sync: merge`, base weights merged with it at every sync
 
 If ranks hold shards (ZeRO-3, FSDP2), all ranks gather one weight after the other.

@@ -1,4 +1,4 @@
-"""The verdict on a training run: one word, and the figures behind it.
+"""The verdict on a training run: one word, and the figures that led to it.
 
     rewards faulty    functions failed on `MOST_FAULTED` of the completions or more
     rewards constant  no group ever had two different rewards

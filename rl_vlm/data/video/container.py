@@ -168,7 +168,7 @@ def read_packets(container: Any, stream: Any) -> Packets:
 
 
 def indexed_packets(container: Any, stream: Any) -> Packets | None:
-    """Return what `read_packets` does without reading the file, or None if its index does not tell it.
+    """Return the packets as `read_packets` does, from the index alone. Return None if the index does not have them.
 
     The index of an mp4 has the times of decoding. If they are at even distances, so are the times at which frames are
     shown. The packets of both ends are read, and must have these times.

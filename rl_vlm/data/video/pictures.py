@@ -31,7 +31,7 @@ TICK = 100
 
 
 class Pictures(FrameSource):
-    """Frames that are images of their own, of equal sizes."""
+    """Frames that are separate images of equal sizes."""
 
     reader = PILLOW
 

@@ -66,7 +66,7 @@ class Decoders:
         self.forget()
 
     def forget(self) -> None:
-        """Start with no decoders, as after a fork, whose decoders are those of the parent."""
+        """Start with no decoders. A forked process calls it, since the decoders belong to its parent."""
         self.idle: list[IsolatedProcess] = []
         self.free = BoundedSemaphore(self.most)
 

@@ -59,7 +59,7 @@ def read_video(value: Any, folder: Path, rule: FrameRule, where: str) -> Video:
 
 
 def resized_frames(read: Iterator[np.ndarray], num_frames: int, rule: FrameRule) -> list[np.ndarray]:
-    """Resize frames to what the tower gets, one after another. Raises ValueError if they have several sizes."""
+    """Resize frames to the tower's input size, one after another. Raises ValueError if they have several sizes."""
     frames, first = [], None
     for number, pixels in enumerate(read):
         size = pixels.shape[1], pixels.shape[0]

@@ -90,7 +90,7 @@ def read_frames(clip: Clip, max_pixels: int) -> np.ndarray:
 
 
 def choose_frames(clip: ShownClip, rule: FrameRule) -> Video:
-    """Return the frames of a clip that the model gets: all that were given as images, and those of a file by a rule.
+    """Choose the frames of a clip for the model: all frames that were given as images, or frames of a file by a rule.
 
     Raises DataError with the clip's name if a file cannot be decoded.
     """

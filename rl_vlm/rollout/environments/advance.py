@@ -27,7 +27,7 @@ Steps = Iterator[QueuedCall | None]
 
 
 class Course:
-    """A completion on its way, and what it waits for: a call, a submitted turn, or its turn in a wave."""
+    """An unfinished completion. It waits for a call, a submitted turn, or its turn in a wave."""
 
     def __init__(self, steps: Steps) -> None:
         self.steps = steps

@@ -3,7 +3,7 @@
     turns 1-3    prompt  turn  image  turn  image  turn
     turns 4-6    prompt  turn  text   turn  text   turn  image  turn  image  turn  image  turn
 
-An edited context is a context of its own. The model reads earlier turns in it as part of the observations, so each turn
+An edited context is a new context. The model reads earlier turns in it as part of the observations, so each turn
 is trained in the context that it was sampled in, and once. Images that stay are the same objects, so they are encoded
 once.
 """

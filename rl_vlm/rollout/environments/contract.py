@@ -70,7 +70,7 @@ class Step(NamedTuple):
 
 
 class Description(NamedTuple):
-    """What a run knows of the class of an environment. These are plain values, which another process can send."""
+    """Facts about the class of an environment, as plain values that another process can send."""
 
     name: str
     methods: list[str]

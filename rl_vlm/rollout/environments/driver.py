@@ -88,7 +88,7 @@ class Trajectories:
         ]
 
     def starting_prompts(self, prompts: Iterable[Prompt], seed: int) -> Iterator[Prompt]:
-        """Yield the prompts that completions of these start with, for a memory plan: with what `reset` shows.
+        """Yield prompts with the content that `reset` adds to them, for a memory plan.
 
         One environment after the other is reset. If a reset fails, yield the prompt without it.
         """
@@ -137,7 +137,7 @@ class Trajectories:
             active = {course: active[course] for course in sampled if not course.has_ended}
 
     def advance_independently(self, engine: ConcurrentEngine, waiting: deque[Member], sampling: Sampling) -> None:
-        """Run completions: each goes on as soon as its turn is sampled, or its calls have ended."""
+        """Run completions. Each continues as soon as its turn is sampled or its calls have ended."""
         active: dict[Course, Member] = {}
         with engine.session(sampling) as session:
             courses = Independent(session, self.clock, self.limits.tool_timeout)

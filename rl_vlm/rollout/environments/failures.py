@@ -1,4 +1,4 @@
-"""Failures of calls: what they become is decided by their kind."""
+"""Failures of calls. Their kind decides how a completion continues or ends."""
 
 OF_THE_INSTANCE = frozenset({"timeout", "connection", "crash", "memory"})
 """Kinds of failures that are not about the method that was called."""
@@ -23,4 +23,4 @@ class ToolFailure(Exception):
 
 
 class UnknownAction(ValueError):
-    """A turn without an action that the environment knows. The model is told of the message, and goes on."""
+    """A turn without a known action. The model reads the message, and the completion continues."""

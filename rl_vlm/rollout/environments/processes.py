@@ -1,4 +1,4 @@
-"""Environments in processes of their own: a crash, a leak or a hang ends such a process and nothing else.
+"""Environments in separate processes: a crash, a leak or a hang ends one process and nothing else.
 
     instance's thread ── request: function of the environment, reader ──────► process
                       ◄── reply: what the reader returned, or a failure ──

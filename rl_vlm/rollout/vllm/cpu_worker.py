@@ -15,7 +15,7 @@ class SharedCPUWorker(CPUWorker):
     """Leave no named shared memory, and need no name that another run has.
 
     vLLM derives the name from the address at which the workers met. With a launcher, it is `env://` in every run. vLLM
-    does not start if the name exists, beside another run or after one whose process ended at once.
+    does not start if the name exists: during another run, or after a run that was killed.
     """
 
     def init_device(self) -> None:

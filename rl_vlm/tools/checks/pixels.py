@@ -122,7 +122,7 @@ def with_frames(sample: Sample, frames: Sequence[np.ndarray]) -> Sample:
 
 
 def frames_like(video: Video, other: Video) -> np.ndarray:
-    """Return frames of another video, as many and as large as those of this one."""
+    """Return frames of another video with this video's number and size of frames."""
     number, height, width = video.frames.shape[:3]
     chosen = np.linspace(0, len(other.frames) - 1, number).round().astype(int)
     return np.stack([np.array(Image.fromarray(other.frames[i]).resize((width, height))) for i in chosen])

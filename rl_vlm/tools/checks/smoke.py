@@ -108,7 +108,7 @@ def proof_lines(run: Path) -> Checking[None]:
         proof = start["proof"]
         for check in proof.get("checks", ()):
             text, result = check["check"], check["result"]
-            if text.startswith(JOINED) and result == "failed":
+            if check.get("of") == JOINED and result == "failed":
                 yield Note(f"before the first step: {text}. Each prompt has a run", is_checked=False)
             elif result != "failed":
                 yield Note(f"before the first step: {text}", is_checked=result == "holds")
