@@ -23,10 +23,12 @@ def moving_frames(num_frames: int, width: int = 64, height: int = 48) -> np.ndar
 def write_video(
     path: Path, frames: np.ndarray, rate: int = 25, key_every: int = 10, milliseconds: Sequence[int] | None = None,
     codec: str | None = None, rotation: int | None = None, options: dict[str, str] | None = None,
+    b_frames: int | None = None,
 ) -> Path:  # fmt: skip
     """Write frames to a file whose suffix names the container. `milliseconds` are their times without a constant rate.
 
-    `rotation` is the angle in degrees, against the clock, by which players turn the video.
+    `rotation` is the angle in degrees, against the clock, by which players turn the video. `b_frames` is
+    the largest number of frames in a row that refer to a later one, by default the codec's.
     """
     with av.open(str(path), "w", options=options or {}) as container:
         stream: Any = container.add_stream(codec or CODECS[path.suffix], rate=rate)
@@ -34,6 +36,8 @@ def write_video(
         stream.codec_context.gop_size = key_every
         if CODECS.get(path.suffix) == "h264":
             stream.options = {"sc_threshold": "0"}  # no key frames at cuts
+        if b_frames is not None:
+            stream.codec_context.max_b_frames = b_frames
         if rotation is not None:
             stream.set_display_rotation(rotation)
         if milliseconds is not None:
@@ -44,6 +48,18 @@ def write_video(
                 frame.pts, frame.time_base = milliseconds[number], Fraction(1, 1000)
             container.mux(stream.encode(frame))
         container.mux(stream.encode(None))
+    return path
+
+
+def copy_packets(source: Path, path: Path) -> Path:
+    """Write the packets of a file to another container, with the times that FFmpeg gives them."""
+    with av.open(str(source)) as read, av.open(str(path), "w") as written:
+        stream = read.streams.video[0]
+        copied = written.add_stream_from_template(stream)
+        for packet in read.demux(stream):
+            if packet.size:
+                packet.stream = copied
+                written.mux(packet)
     return path
 
 

@@ -50,7 +50,7 @@ class Packets(NamedTuple):
     """The compressed frames of a file, in the order in which they are shown."""
 
     pts: np.ndarray | None
-    """Time of each frame in the stream's units, or None if the file does not tell it."""
+    """Time of each frame in the stream's units, or None if decoded frames do not have it. They are counted then."""
     keys: np.ndarray
     """Numbers of the frames that are decoded without an earlier one."""
     timeline: Timeline
@@ -164,7 +164,17 @@ def read_packets(container: Any, stream: Any) -> Packets:
     if None in pts or len(set(pts)) < len(pts):
         rate = float(stream.average_rate or stream.guessed_rate)
         return Packets(None, np.array([0]), constant(len(pts), rate))
-    return in_order(stream, np.array(pts, np.int64), np.array(is_key), first, end if expected or not whole else None)
+    found = in_order(stream, np.array(pts, np.int64), np.array(is_key), first, end if expected or not whole else None)
+    return found._replace(pts=None, keys=np.array([0])) if are_of_decoding(stream, pts) else found
+
+
+def are_of_decoding(stream: Any, pts: Sequence[int]) -> bool:
+    """Return whether the times of packets may be those at which they are decoded.
+
+    A container such as AVI has no others, nor does a copy of its packets. They increase from packet to packet, also if
+    the codec shows frames in another order.
+    """
+    return bool(stream.codec_context.has_b_frames and (np.diff(pts) > 0).all())
 
 
 def indexed_packets(container: Any, stream: Any) -> Packets | None:
@@ -183,7 +193,7 @@ def indexed_packets(container: Any, stream: Any) -> Packets | None:
         return None
     last_key = int(np.flatnonzero(is_key)[-1])
     head = [packet.pts for packet in islice(container.demux(stream), ENDS)]
-    if None in head:
+    if None in head or are_of_decoding(stream, head):
         return None
     pts = min(head) + step * np.arange(len(index))
     container.seek(int(pts[last_key]), stream=stream, backward=True)

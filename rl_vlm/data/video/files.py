@@ -27,7 +27,7 @@ DECODED_PER_FRAME = 200
 
 
 class MissedFrame(Exception):
-    """A seek landed behind the frame that it should come before."""
+    """A seek landed after its key frame, or decoded frames have other times than the packets."""
 
 
 class Nameless:
@@ -95,18 +95,19 @@ class VideoFile(FrameSource):
     def by_seeking(self, numbers: Sequence[int], packets: Packets) -> Iterator[np.ndarray | None]:
         """Yield frames, each decoded from the last key frame before it, and None for others.
 
-        Raises MissedFrame if a seek lands after its frame.
+        Raises MissedFrame if a frame is missing from the key frame on. A decoder that starts after the key frame may
+        yield wrong pixels.
         """
         assert packets.pts is not None
         with self.opened() as (container, stream):
-            position, frames = 0, container.decode(stream)
+            next_number, frames = 0, container.decode(stream)
             for number in numbers:
-                key = packets.keys[np.searchsorted(packets.keys, number, "right") - 1]
-                if key > position:
+                key = int(packets.keys[np.searchsorted(packets.keys, number, "right") - 1])
+                if key > next_number:
                     container.seek(int(packets.pts[key]), stream=stream, backward=True)
-                    frames = container.decode(stream)
-                yield from up_to(frames, int(packets.pts[number]))
-                position = number
+                    next_number, frames = key, container.decode(stream)
+                yield from up_to(frames, packets.pts[next_number : number + 1].tolist())
+                next_number = number + 1
 
     def in_sequence(self, numbers: Sequence[int]) -> Iterator[np.ndarray | None]:
         """Yield frames, decoded from the start of the file, and None for others."""
@@ -128,14 +129,19 @@ class VideoFile(FrameSource):
         return open_container(Nameless(self.file), self.max_pixels)
 
 
-def up_to(frames: Iterable[Any], pts: int) -> Iterator[np.ndarray | None]:
-    """Yield None for each frame before a time, then the frame at it. Raises MissedFrame if it is not there."""
+def up_to(frames: Iterable[Any], pts: Sequence[int]) -> Iterator[np.ndarray | None]:
+    """Yield None for each frame before the last of these times, then the frame at it.
+
+    Raises MissedFrame if the frames from the first time on do not have these times.
+    """
+    place = 0
     for frame in frames:
-        if frame.pts == pts:
+        if frame.pts is None or (frame.pts != pts[place] and (place or frame.pts > pts[0])):
+            break
+        place += frame.pts == pts[place]
+        if place == len(pts):
             yield upright(frame)
             return
-        if frame.pts is None or frame.pts > pts:
-            break
         yield None
     raise MissedFrame
 
@@ -155,7 +161,8 @@ def refuse_many(num_frames: int, limit: int) -> None:
     if num_frames > limit:
         raise TooLong(
             f"{num_frames} frames would have to be decoded, over {DECODED_PER_FRAME} for each one that is taken: its "
-            "key frames are too far apart. Write the file with more key frames, or cut it."
+            "key frames are too far apart, or it does not tell when frames are shown. Write it as mp4 with more key "
+            "frames, or cut it."
         )
 
 

@@ -19,7 +19,7 @@ from rl_vlm.data.video.read import check_video, read_video, video_digest
 from rl_vlm.errors import ConfigError, DataError
 from rl_vlm.types import Video
 from tests.helpers.bad_videos import bad_videos
-from tests.helpers.video_files import moving_frames, write_video
+from tests.helpers.video_files import copy_packets, moving_frames, write_video
 
 FRAMES = moving_frames(50)
 PROBLEM_OF = {"missing": MISSING_VIDEO, "another protocol": MISSING_VIDEO, "too long": LARGE_VIDEO,
@@ -57,6 +57,31 @@ def test_frames_of_a_file_are_found_by_seeking_with_the_pixels_of_the_sequence(t
     assert np.array_equal(video.frames, in_sequence)
     assert 2 * difference(video.frames, SIX) < difference(video.frames, [1, 11, 21, 30, 40, 48])
     assert rule().num_pixels(check_video(path.name, tmp_path, rule(), "")) == 6 * 64 * 48
+
+
+def nearest(path: Path, frames: np.ndarray) -> list[int]:
+    """Read each frame of a file alone, and return the number of the given frame that it resembles most."""
+    with path.open("rb") as file:
+        source = VideoFile(file, 10**6)
+        found = [next(iter(source.read([number]))).astype(int) for number in range(len(frames))]
+    return [int(np.abs(frames.astype(int) - each).mean((1, 2, 3)).argmin()) for each in found]
+
+
+@pytest.mark.parametrize("copied", [None, ".mkv", ".mp4", ".ts"])
+def test_times_of_decoding_are_not_those_at_which_frames_are_shown(tmp_path, copied):
+    """An AVI has no times, and a copy of its packets has the times of decoding."""
+    frames = np.concatenate([FRAMES, 255 - FRAMES[:30]])
+    path = write_video(tmp_path / "a.avi", frames, codec="h264", b_frames=3)
+    path = path if copied is None else copy_packets(path, tmp_path / f"b{copied}")
+    assert nearest(path, frames) == list(range(80))
+    video = read(path)
+    assert (video.fps, video.total_num_frames, video.duration) == (25.0, 80, 3.2)
+
+
+def test_a_decoder_that_starts_after_the_key_frame_is_not_trusted(tmp_path):
+    """The decoder of mpeg4 makes grey frames then."""
+    path = write_video(tmp_path / "a.ts", FRAMES[:40], codec="mpeg4", b_frames=3)
+    assert nearest(path, FRAMES[:40]) == list(range(40))
 
 
 def test_a_missed_seek_falls_back_to_the_sequence(tmp_path, monkeypatch):
