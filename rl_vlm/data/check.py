@@ -123,13 +123,15 @@ class UsableRows:
         return shares
 
     def pixels_of(self, row: int) -> int:
-        """Return the pixels of a row's images and videos that the tower gets, or 0 if its images are small."""
-        rule = self.rows.frame_rule
-        return self.num_pixels.get(row, 0) + sum(map(rule.num_pixels, self.headers.get(row, ())))
+        """Return the pixels of a row's images and videos that the tower gets, or 0 if its images are small.
+
+        Raises DataError if the checkpoint's video processor cannot choose the frames of a video.
+        """
+        return self.num_pixels.get(row, 0) + self.rows.video_pixels(row, self.headers.get(row, ()))
 
     def largest(self, count: int) -> list[int]:
         """Return `count` rows whose images and videos have the most pixels, and `count` rows with the longest texts."""
-        sizes = {row: self.pixels_of(row) for row in {*self.num_pixels, *self.headers}}
+        sizes = {row: self.pixels_of(row) for row in self.indices}
         by_size = [
             sorted(self.indices, key=lambda row: found.get(row, 0), reverse=True)[:count]
             for found in (sizes, self.text_bytes)
@@ -221,7 +223,8 @@ def warn_of_continued(rows: Rows, num_continued: int) -> None:
 def fitting_rows(usable: UsableRows, builder: PromptBuilder, limit: int | None) -> UsableRows:
     """Choose the frames of videos for the builder's processor, and leave out rows whose prompts are too long.
 
-    Prompts may have `limit` tokens, and it is checked that they can be built.
+    It is checked that the processor can choose frames. Prompts may have `limit` tokens, and it is checked that they can
+    be built.
 
     With a limit every prompt is built once, images included. Without one, a prompt is built only if its text alone may
     exceed the model's context. Prompts are not truncated, because that would remove image tokens. Raises DataError if
@@ -233,6 +236,7 @@ def fitting_rows(usable: UsableRows, builder: PromptBuilder, limit: int | None) 
             "%s: the model gets the frames of videos as images (data.video_format: auto), since it or the engine has "
             "no tested input for videos", usable.rows.name,
         )  # fmt: skip
+    usable = without_bad(usable, frameless(usable))
     longest = builder.max_tokens
     to_build = usable.indices
     if limit is None:
@@ -254,6 +258,17 @@ def fitting_rows(usable: UsableRows, builder: PromptBuilder, limit: int | None) 
             reason = f"its prompt has {num_tokens} tokens, more than data.max_prompt_length {limit}"
             long.append(usable.record(row, reason) | {"tokens": num_tokens, "limit": limit})
     return without_bad(usable.without(long), bad)
+
+
+def frameless(usable: UsableRows) -> list[dict[str, Any]]:
+    """Return a record of each row with a video of which the checkpoint's video processor cannot choose frames."""
+    bad = []
+    for row in usable.indices:
+        try:
+            usable.pixels_of(row)
+        except DataError as error:
+            bad.append(usable.record(row, str(error)))
+    return bad
 
 
 def without_bad(usable: UsableRows, bad: Sequence[dict[str, Any]]) -> UsableRows:

@@ -25,6 +25,7 @@ from rl_vlm.config.schema import DataConfig, DataSource
 from rl_vlm.data.columns import choose_columns, prompt_columns, reward_columns
 from rl_vlm.data.images import check_image, image_file, read_image
 from rl_vlm.data.layouts import LAYOUT_COLUMNS, log_layouts, read_layout, with_media
+from rl_vlm.data.media import media_errors
 from rl_vlm.data.messages import Message, as_messages, place_media, to_messages
 from rl_vlm.data.problems import ANSWERED_PROMPT, EMPTY_PROMPT, UNFILLED_TEMPLATE
 from rl_vlm.data.sources import open_source
@@ -170,6 +171,21 @@ class Rows:
             for name, value in parsed.videos
         ]
         return replace(parsed, num_pixels=num_pixels, headers=tuple(headers))
+
+    def video_pixels(self, index: int, headers: Sequence[ClipHeader]) -> int:
+        """Return the pixels that the tower gets of the videos of row `index`, by `headers` of `check`.
+
+        Raises DataError like `[]` if the checkpoint's video processor cannot choose frames.
+        """
+        total = 0
+        for number, header in enumerate(headers):
+            try:
+                total += self.frame_rule.num_pixels(header)
+            except Exception:
+                name, value = self.parse(index).videos[number]
+                with media_errors("video", value, f"{self.place(index)}, column {name}"):
+                    raise
+        return total
 
     def refuse_answered(self, index: int, find_gold: FindGold) -> None:
         """Raise DataError if the prompt of row `index` ends with its answer.

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 PROBES = {"fps": (0.5, 1.0), "num_frames": (8, 16)}
 """Two values of each setting. They give other frames of a long video, unless the processor ignores the setting."""
+ROUNDING = 1e-9
+"""Part of a rate that is added, since processors round its product with the seconds down."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class FrameRule:
     @cached_property
     def joined(self) -> int:
         """Frames that the tower joins to one: the temporal patch, or 1."""
-        return int(getattr(self.processor, "temporal_patch_size", None) or 1)
+        return num_joined(self.processor)
 
     @property
     def fewest(self) -> int:
@@ -120,11 +122,17 @@ class FrameRule:
                 )
 
 
+def num_joined(processor: Any) -> int:
+    """Return the number of frames that a checkpoint's tower joins to one: the temporal patch, or 1."""
+    return int(getattr(processor, "temporal_patch_size", None) or 1)
+
+
 def own_sample(processor: Any, total: int, fps: float, wanted: dict[str, Any], min_frames: int) -> list[int]:
     """Return the frame numbers that a video processor samples from `total` frames at a rate.
 
     `wanted` has `fps` or `num_frames` if the settings have one. Else the checkpoint's own values count, or else
-    `FRAME_RATE`. The rate gives at least `min_frames`, and no more frames than the video has.
+    `FRAME_RATE`. A number is rounded down to a multiple of the frames that the tower joins, since processors may round
+    it up. Neither gives more frames than the video has. The rate gives at least `min_frames`.
     """
     from transformers.video_utils import VideoMetadata
 
@@ -135,9 +143,10 @@ def own_sample(processor: Any, total: int, fps: float, wanted: dict[str, Any], m
     elif own.get("fps") is None and own.get("num_frames") is None:
         own["fps"] = FRAME_RATE
     if (count := own.get("num_frames")) is not None:
-        own["num_frames"] = min(count, total)
+        joined = num_joined(processor)
+        own["num_frames"] = max(min(count, total) // joined, 1) * joined
     if (rate := own.get("fps")) is not None:
-        own["fps"] = min(max(rate, min_frames * fps / total), fps)
+        own["fps"] = min(max(rate, min_frames * fps / total * (1 + ROUNDING)), fps)
     metadata = VideoMetadata(total_num_frames=total, fps=fps, duration=total / fps)
     try:
         sampled = processor.sample_frames(metadata=metadata, **own)

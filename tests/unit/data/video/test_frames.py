@@ -79,6 +79,19 @@ def test_of_few_frames_all_are_taken_and_the_last_is_repeated():
     assert len(chosen(rule("InternVL", min_frames=6), constant(30, 30.0))) == 6  # one second
 
 
+def test_a_number_of_frames_is_rounded_down_to_a_multiple_of_the_temporal_patch():
+    """transformers rounds it to the nearest, which may be more than the video has."""
+    assert chosen(rule("Qwen2VL", num_frames=8), constant(7, 30.0)) == [0, 1, 2, 3, 4, 5]
+    assert chosen(rule("Qwen2VL", num_frames=7)) == [0, 50, 100, 150, 200, 250]
+    assert chosen(rule("Qwen2VL", num_frames=1, min_frames=1)) == [0, 150]
+    assert chosen(rule("Kimi_K25", num_frames=7), constant(7, 30.0)) == [0, 1, 3, 5]
+
+
+def test_a_rate_gives_the_smallest_number_of_frames_despite_rounding():
+    for total in range(2, 40):  # 1 / (9 / 25) * (9 / 25) is below 1
+        assert len(chosen(rule("InternVL", fps=0.5, min_frames=1), constant(total, 25.0))) == 1
+
+
 def test_a_clip_has_frames_of_its_own_alone():
     assert chosen(rule("Qwen3VL"), start=2.0, end=4.0) == [60, 80, 99, 119]
     assert chosen(rule(None, num_frames=3, min_frames=1), start=9.0) == [270, 284, 299]

@@ -264,6 +264,28 @@ def test_the_pixels_of_a_row_are_those_that_the_checkpoint_makes():
         assert own.pixels_of(0) == video.frames[::joined, ..., 0].size, name
 
 
+def test_a_video_of_which_a_processor_cannot_choose_frames_is_a_bad_row(tmp_path: Path, monkeypatch):
+    processor = processor_of(build_tiny("qwen2_5_vl", tmp_path / "model"))
+    kind = type(processor.video_processor)
+    own = kind.sample_frames
+
+    def sample_frames(self, metadata, **settings):
+        if metadata.total_num_frames == 30:
+            raise ValueError("too odd")
+        return own(self, metadata, **settings)
+
+    monkeypatch.setattr(kind, "sample_frames", sample_frames)
+    given = [{"prompt": "?", "video": "a.mp4"}, {"prompt": "?", "videos": ["a.mp4", "b.mp4"]}]
+    reason = "train.jsonl, row 1, column videos, b.mp4: the video cannot be read: too odd"
+    rows = load(*given, on_bad_row="drop")
+    usable = fitting_rows(check_rows(rows, [], Ranks()), PromptBuilder(processor, rows.config), None)
+    assert usable.largest(2) == [0]
+    assert [record["reason"] for record in usable.dropped] == [reason]
+    rows = load(*given)
+    with pytest.raises(DataError, match=reason):
+        fitting_rows(check_rows(rows, [], Ranks()), PromptBuilder(processor, rows.config), None)
+
+
 def test_frames_are_those_of_the_checkpoints_processor():
     rows = load({"prompt": "?", "video": "a.mp4"}, num_frames=None, fps=4.0, video_max_pixels=20_000)
     video = rows.with_frames_of(transformers.Qwen2VLVideoProcessor())[0].videos[0]
