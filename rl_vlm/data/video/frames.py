@@ -89,8 +89,7 @@ class FrameRule:
         The rate of the frames is taken as constant, so the number of a video with another rate is not exact.
         """
         header = clip.header
-        duration = header.duration or header.num_frames / FRAME_RATE
-        shown = constant(header.num_frames, header.num_frames / duration)
+        shown = constant(header.num_frames, header.num_frames / header.duration)
         count = len(self.choose(shown, shown.span(clip.start, clip.end)))
         width, height = self.size(count, header.width, header.height)
         return count // self.joined * tower_pixels(self.processor, width, height)

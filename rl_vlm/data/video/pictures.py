@@ -15,6 +15,7 @@ import PIL
 from PIL import Image, ImageSequence
 
 from rl_vlm.data.images import SUFFIX, check_image, image_size, read_image
+from rl_vlm.data.video.animations import frame_lengths
 from rl_vlm.data.video.source import FRAME_RATE, FrameSource, Header, TooLong, refuse_unequal, too_large
 from rl_vlm.data.video.timeline import Timeline, constant, timeline
 
@@ -26,8 +27,6 @@ MOST_FRAMES = 10_000
 """Frames of an animation. They are drawn over each other, so the last one needs all."""
 MOST_PIXELS = 1_000_000_000
 """Pixels of all frames of an animation. Pillow draws them in about a minute if they are noise."""
-TICK = 100
-"""Milliseconds of a frame of an animation that tells no time, as browsers show it."""
 
 
 class Pictures(FrameSource):
@@ -93,10 +92,12 @@ class Animation(FrameSource):
     reader = PILLOW
 
     def __init__(self, file: Any, max_pixels: int) -> None:
+        self.lengths = frame_lengths(file)
+        file.seek(0)
         self.image = Image.open(file, formats=("GIF", "WEBP"))
         too_large(*self.image.size, max_pixels)
-        count = getattr(self.image, "n_frames", 1)
-        if count == 1:
+        count = len(self.lengths)
+        if count <= 1:  # a WEBP of one image has no frames
             raise ValueError(f"it is an image ({self.image.format}) of one frame, not a video; put it into `image`.")
         if count > MOST_FRAMES:
             raise TooLong(f"its {count} frames are more than {MOST_FRAMES}. Write a video file, which needs not all.")
@@ -106,16 +107,12 @@ class Animation(FrameSource):
                 f"its {count} frames of {width} × {height} pixels have more than {MOST_PIXELS} pixels. Write a video "
                 "file, which needs not all."
             )
-        self.header = Header(width, height, count, None)
+        self.header = Header(width, height, count, sum(self.lengths) / 1000)
 
     @cached_property
     def timeline(self) -> Timeline:
-        lengths = []
-        for frame in ImageSequence.Iterator(self.image):
-            frame.load()  # a WEBP tells the time of a frame only then
-            lengths.append(int(frame.info.get("duration") or TICK))
-        ends = list(accumulate(lengths))
-        return timeline([(end - length) / 1000 for end, length in zip(ends, lengths, strict=True)], ends[-1] / 1000)
+        *starts, end = accumulate(self.lengths, initial=0)
+        return timeline([start / 1000 for start in starts], end / 1000)
 
     def read(self, numbers: Sequence[int]) -> Iterator[np.ndarray]:
         wanted = set(numbers)

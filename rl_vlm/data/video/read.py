@@ -179,9 +179,8 @@ def refuse_others(head: bytes) -> None:
 
 def check_header(header: Header, clip: Clip, data: DataConfig) -> None:
     """Raise ValueError if a clip is outside of its video, and TooLong if it has too many seconds."""
-    if header.duration is not None:
-        start, end = interval(clip.start, clip.end, header.duration)
-        refuse_long(end - start, data)
+    start, end = interval(clip.start, clip.end, header.duration)
+    refuse_long(end - start, data)
 
 
 def refuse_long(seconds: float, data: DataConfig) -> None:

@@ -26,8 +26,8 @@ class Header(NamedTuple):
     width: int
     height: int
     num_frames: int
-    duration: float | None
-    """Seconds, or None if only the frames tell them."""
+    duration: float
+    """Seconds."""
 
 
 class ClipHeader(NamedTuple):

@@ -291,6 +291,25 @@ def test_animations_are_read(tmp_path, suffix):
     assert read(path, num_frames=None, min_frames=9).times == [0, 0.04, 0.08, 0.48, 0.52, 0.56]
 
 
+@pytest.mark.parametrize("suffix", ["gif", "webp"])
+def test_the_header_of_an_animation_tells_its_length(tmp_path, suffix):
+    images = [Image.fromarray(pixels) for pixels in FRAMES[:10]]
+    path = tmp_path / f"a.{suffix}"
+    lengths = [1000, 500, 0, 70, 1000, 2000, 1000, 1000, 1000, 1000]  # 0 is shown for 100 ms
+    images[0].save(path, save_all=True, append_images=images[1:], duration=lengths, comment=b"c" * 300)
+    clip = {"video": str(path), "video_start": 6.0, "video_end": 9.0}
+    shown = check_video(clip, Path(), rule(), "")
+    assert shown.header == (64, 48, 10, 8.67)
+    assert rule(num_frames=None).num_pixels(shown) == 4 * 64 * 48  # of ten frames in 8.67 s
+    video = read(clip, num_frames=None)
+    assert (video.times, video.duration) == ([5.67, 6.67, 7.67], 8.67)
+    assert read(path, num_frames=None, min_frames=16).times == [0, 1, 1.5, 1.6, 1.67, 2.67, 4.67, 5.67, 6.67, 7.67]
+    with pytest.raises(DataError, match=r"are no interval of the 8.67 seconds"):
+        check_video(clip | {"video_end": 9.7}, Path(), rule(), "")
+    with pytest.raises(DataError, match=r"8.67 s are more than data.max_video_seconds = 8.6"):
+        check_video(path, Path(), rule(max_video_seconds=8.6), "")
+
+
 def test_without_pyav_files_are_refused_and_frames_are_read(tmp_path, monkeypatch):
     path = write_video(tmp_path / "a.mp4", FRAMES)
     monkeypatch.setitem(__import__("sys").modules, "av", None)
