@@ -13,8 +13,10 @@ from rewards.text import Completion, answer_text, score_golds
 
 T = TypeVar("T")
 
-CLOCK = r"(?:[0-9]{1,3}:)?[0-9]{1,2}:[0-9]{2}(?:\.[0-9]{1,9})?"
-SECONDS = r"[0-9]{1,9}(?:\.[0-9]{1,9})?"
+DECIMALS = r"(?:\.[0-9]{1,22})?"
+"""Python prints a number from 0.0001 on with 21 decimals or fewer."""
+CLOCK = rf"(?:[0-9]{{1,3}}:)?[0-9]{{1,2}}:[0-9]{{2}}{DECIMALS}"
+SECONDS = rf"[0-9]{{1,9}}{DECIMALS}"
 UNIT = r"\s?(?:seconds|second|secs|sec|s)?\b"
 TIME = rf"(?:{CLOCK}|{SECONDS}{UNIT})"
 NOT_NEGATIVE = r"(?<![-−.:0-9])"
@@ -85,7 +87,7 @@ def gold_moment(solution: Any, clock: Clock | None = None) -> float | Fault | No
     gold = plain(solution)
     if gold is None or gold != gold:
         return None
-    found = read_moment(str(gold)) if isinstance(gold, str | int | float) and not isinstance(gold, bool) else None
+    found = read_moment(gold) if isinstance(gold, str) else _of_scalar(gold)
     if found is None:
         return Fault("type", f"`solution` is {str(gold)[:60]!r}, no time")
     if clock is None:

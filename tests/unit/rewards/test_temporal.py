@@ -56,6 +56,27 @@ def test_a_missing_gold_answer_does_not_apply():
         assert function(["1 to 2"] * 2, [None, float("nan")]) == [None, None]
 
 
+@pytest.mark.parametrize("gold", [10 / 3, 7.199999999999999, 0.1 + 0.2, 0.00012345678901234567, 1e-7, 12, 0])
+def test_gold_times_may_be_any_number(gold: float):
+    shown = f"{gold:.17f}"
+    assert time_distance([shown], [gold]) == [pytest.approx(1.0, abs=1e-12)]
+    assert temporal_iou([f"{shown} to 99"], [[gold, 99]]) == [pytest.approx(1.0, abs=1e-12)]
+
+
+@pytest.mark.parametrize("gold", [10 / 3, 7.199999999999999, 0.1 + 0.2, 0.00012345678901234567])
+def test_gold_times_may_be_in_texts_as_python_prints_them(gold: float):
+    assert time_distance([f"{gold}", f"{gold} s"], [f"{gold}"] * 2) == [1.0, 1.0]
+    for function in (temporal_iou, temporal_recall):
+        assert function([f"{gold} to 9.0"], [f"{gold} to 9.0"]) == [1.0]
+        assert function([f"[{gold}, 9.0]"], [f"<answer>00:0{gold} to 0:09</answer>"]) == [1.0]
+
+
+@pytest.mark.parametrize("gold", [-1.0, math.inf, True, 1e9, "1e-7", "-1", [1]])
+def test_a_gold_time_that_is_no_time_is_a_fault(gold: Any):
+    (score,) = time_distance(["1"], [gold])
+    assert isinstance(score, Fault) and "no time" in score.message
+
+
 TIMES = [[[0.5, 2.5, 4.5, 6.5], [0.0, 1.0]]]
 """Of the frames of two videos of a row."""
 
