@@ -164,6 +164,8 @@ def read_packets(container: Any, stream: Any) -> Packets:
     if None in pts or len(set(pts)) < len(pts):
         rate = float(stream.average_rate or stream.guessed_rate)
         return Packets(None, np.array([0]), constant(len(pts), rate))
+    if expected is not None:
+        end = min(end, expected)  # an mp4's packets have the time to the next one that is decoded, not shown
     found = in_order(stream, np.array(pts, np.int64), np.array(is_key), first, end if expected or not whole else None)
     return found._replace(pts=None, keys=np.array([0])) if are_of_decoding(stream, pts) else found
 

@@ -152,6 +152,14 @@ def test_frames_without_a_constant_rate_have_a_clock_of_milliseconds(tmp_path, s
     assert video.times[-1] == 5.04
 
 
+@pytest.mark.parametrize("suffix", [".mp4", ".mov", ".mkv"])
+@pytest.mark.parametrize("b_frames", [0, 3])
+def test_a_gap_between_frames_does_not_make_the_video_longer(tmp_path, suffix, b_frames):
+    times = [*range(0, 800, 40), *range(8800, 9600, 40)]
+    path = write_video(tmp_path / f"a{suffix}", FRAMES[:40], milliseconds=times, b_frames=b_frames)
+    assert (read(path).duration, check_video(path, Path(), rule(), "").header.duration) == (9.6, 9.6)
+
+
 def test_frames_are_turned_as_the_file_says(tmp_path):
     frames = np.zeros((6, 48, 64, 3), np.uint8)
     frames[:, :10, :20] = 255  # the corner at the top left
