@@ -96,7 +96,10 @@ def open_container(file: Any, max_pixels: int) -> Iterator[tuple[Any, Any]]:
 
 
 def read_header(container: Any, stream: Any, max_pixels: int, file_size: int) -> Header:
-    """Return size and length of a video from its header. If it has no number of frames, the packets are counted.
+    """Return size and length of a video from its header.
+
+    Count the packets if it does not have the number of all frames. The header of a fragmented mp4 may have the number
+    of those before the first fragment.
 
     Raises TooManyPixels for large frames, TooLong for too many of them, and ValueError if the end of the file is
     missing.
@@ -108,7 +111,8 @@ def read_header(container: Any, stream: Any, max_pixels: int, file_size: int) ->
     length = stream_length(stream)
     if stream.frames > MOST_FRAMES:
         raise TooLong(f"its header has {stream.frames} frames, over {MOST_FRAMES}.")
-    if stream.frames and length:
+    rate = float(stream.average_rate or 0)
+    if length and rate and stream.frames >= (1 - MISSING) * length * rate:
         refuse_short(stream.index_entries, file_size)
         return Header(width, height, stream.frames, length)
     shown = read_packets(container, stream).timeline

@@ -152,6 +152,15 @@ def test_frames_without_a_constant_rate_have_a_clock_of_milliseconds(tmp_path, s
     assert video.times[-1] == 5.04
 
 
+@pytest.mark.parametrize("flags", ["frag_keyframe", "frag_keyframe+faststart", "frag_keyframe+empty_moov", "dash"])
+def test_the_frames_of_all_fragments_are_counted(tmp_path, flags):
+    """Without an empty header, it has the ten frames before the first fragment."""
+    path = write_video(tmp_path / "a.mp4", FRAMES[:40], options={"movflags": flags})
+    header = check_video(path, Path(), rule(), "").header
+    assert (header.num_frames, round(header.duration, 1)) == (40, 1.6)
+    assert read(path).total_num_frames == 40
+
+
 @pytest.mark.parametrize("suffix", [".mp4", ".mov", ".mkv"])
 @pytest.mark.parametrize("b_frames", [0, 3])
 def test_a_gap_between_frames_does_not_make_the_video_longer(tmp_path, suffix, b_frames):
