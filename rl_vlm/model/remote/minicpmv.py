@@ -5,7 +5,7 @@ The published class has `llm`, `vpm` and `resampler`, and
     get_vllm_embedding(data)       embeddings of a batch, and a list with the features of each row's slices:
                                    (slices, tokens per slice, hidden). `data` can have these features already, as
                                    `vision_hidden_states`, for the places `image_bound` of the rows
-    forward(data, **kwargs)        the language model on these embeddings, at `data["position_ids"]`
+    forward(data, **kwargs)        the language model on these embeddings, at `data["position_ids"]`, which it needs
 """
 
 from __future__ import annotations
@@ -49,7 +49,10 @@ class MiniCPMV(OwnModelOfParts):
         self, input_ids: Tensor, pixel_values: Tensor | None = None, tgt_sizes: Any = None,
         position_ids: Tensor | None = None, **kwargs: Any,
     ) -> Any:  # fmt: skip
-        """Run the published forward on rows with the features of their slices."""
+        """Run the published forward on rows with the features of their slices.
+
+        Without positions they are 0, 1, 2, …, as the published training script sets them.
+        """
         features: list[Any] = [[] for _ in input_ids]
         bounds: list[Any] = [[] for _ in input_ids]
         if pixel_values is not None:
@@ -58,6 +61,8 @@ class MiniCPMV(OwnModelOfParts):
             starts = [place[:: found.shape[1]] for place in places]
             features = list(found.split([len(start) for start in starts]))
             bounds = [torch.stack([start, start + found.shape[1]], dim=-1) for start in starts]
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
         data = {
             "input_ids": input_ids, "vision_hidden_states": features, "image_bound": bounds,
             "position_ids": position_ids,

@@ -43,7 +43,10 @@ class MiniCPMV(MiniCPMVPreTrainedModel):
 
     def forward(self, data, **kwargs):
         embeddings, _ = self.get_vllm_embedding(data)
-        return self.llm(input_ids=None, position_ids=data["position_ids"], inputs_embeds=embeddings, **kwargs)
+        position_ids = data["position_ids"]
+        if position_ids.dtype != torch.int64:
+            position_ids = position_ids.long()
+        return self.llm(input_ids=None, position_ids=position_ids, inputs_embeds=embeddings, **kwargs)
 
     def chat(self, image, msgs, tokenizer, processor=None, **kwargs):
         raise AssertionError("training does not chat")
