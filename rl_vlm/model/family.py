@@ -84,9 +84,11 @@ class Family:
     vision_modules: tuple[str, ...]
     """Names, from the model's root, of the vision tower, its projector, and vectors inserted between image tokens, in
     this order. If only the tower is named, it contains its projector."""
+    num_towers: int = 1
+    """How many of `vision_modules` are vision towers. They come first."""
     other_modules: tuple[str, ...] = ()
-    """Names of modules without a gradient: modules for audio, and indexers, which select tokens. They are frozen, and
-    get no adapter."""
+    """Names of modules without a gradient: modules for audio or for making images, and indexers, which select tokens.
+    They are frozen, and get no adapter."""
     row_positions: Callable[[PreTrainedModel, Inputs, Sequence[Inputs]], Int[Tensor, "axes tokens"]] = text_positions
     """Position ids of a row with the images of prompts and observations, in order. Text continues at the maximum + 1,
     on every axis."""
@@ -216,9 +218,15 @@ class Family:
         return tuple(f"{name}." for name in self.vision_modules)
 
     @property
+    def tower_modules(self) -> tuple[str, ...]:
+        """Return the names of the vision towers."""
+        return self.vision_modules[: self.num_towers]
+
+    @property
     def projector_modules(self) -> tuple[str, ...]:
         """Return the names of the projector, which maps features to the language model's width, and of the vectors."""
-        return self.vision_modules[1:] or tuple(f"{self.vision_modules[0]}.{name}" for name in PROJECTORS_WITHIN)
+        beside = self.vision_modules[self.num_towers :]
+        return beside or tuple(f"{tower}.{name}" for tower in self.tower_modules for name in PROJECTORS_WITHIN)
 
     def banned_token_ids(self, config: PreTrainedConfig) -> list[int]:
         """Return the placeholder tokens. They must never be sampled: no training pass could score the completion.

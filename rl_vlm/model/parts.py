@@ -25,7 +25,7 @@ def part_patterns(model: PreTrainedModel, family: Family) -> dict[str, str]:
         "lm_head": rf"{alternatives(head_paths(model))}\..+",
         "language_model": rf"(?!{vision}(\.|$)).+",
         "projector": rf"{projector}(\..+)?",
-        "vision_tower": rf"(?!{projector}\.){alternatives(family.vision_modules[:1])}\..+",
+        "vision_tower": rf"(?!{projector}\.){alternatives(family.tower_modules)}\..+",
     }
 
 

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from rl_vlm.errors import ConfigError, ModelError, RLVLMError
@@ -29,6 +31,7 @@ from tests.tiny.unlisted import REFUSED, UNLISTED
 TRAINED = sorted(UNLISTED.keys() - REFUSED.keys())
 HAVE_STATES = {"hybrid", "glm5_next", "inkling_mm_model"}
 CI = {"vipllava", "lighton_ocr"}
+LAYER = "model.language_model.layers.1"
 
 
 def lines_of_proof(output_dir: Path) -> list[str]:
@@ -46,6 +49,22 @@ def test_a_proven_type_trains(tmp_path: Path, name: str) -> None:
     first, second = metric_lines(tmp_path / "run")
     assert ("compute/shared_forwards" in first) == (name not in HAVE_STATES)
     assert second["grad_norm"] > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "unused"),
+    [
+        # the bias of a router is a buffer
+        ("glm5_next", (f"{LAYER}.self_attn.indexer.", f"{LAYER}.mlp.gate.e_score_correction_bias")),
+        ("janus", ("model.vqmodel.", "model.generation_")),
+    ],
+)
+def test_weights_that_no_forward_trains_do_not_decay(tmp_path: Path, name: str, unused: tuple[str, ...]) -> None:
+    checkpoint = sharp_checkpoint(name, tmp_path / "model")
+    train(make_config(checkpoint, tmp_path / "run", max_steps=1, weight_decay=0.1))
+    before, after = (load_file(path / "model.safetensors") for path in (checkpoint, tmp_path / "run" / "checkpoint-1"))
+    unchanged = {each for each in before if torch.equal(before[each], after[each])}
+    assert unchanged == {each for each in before if each.startswith(unused)}
 
 
 @pytest.mark.parametrize("name", in_tiers(TRAINED, (), CI))

@@ -84,6 +84,18 @@ def test_each_part_is_its_linear_layers(family: str, tmp_path: Path) -> None:
     assert adapted(checkpoint, every) == sorted(name for layers in PARTS[family].values() for name in layers)
 
 
+def test_a_second_tower_is_no_projector_and_unused_parts_are_neither(tmp_path: Path) -> None:
+    hybrid = build_tiny("deepseek_vl_hybrid", tmp_path / "hybrid")
+    assert adapted(hybrid, "projector") == [
+        f"model.aligner.{name}" for name in ("high_res_vision_proj", "proj", "vision_proj")
+    ]
+    towers = {name.split(".")[1] for name in adapted(hybrid, "vision_tower")}
+    assert towers == {"vision_model", "high_res_vision_model"}
+    janus = build_tiny("janus", tmp_path / "janus")
+    parts = {name.split(".")[1] for name in adapted(janus, ["projector", "vision_tower"])}
+    assert parts == {"aligner", "vision_model"}
+
+
 def test_parts_and_module_names_go_together_and_nothing_is_left_out_of_them(tmp_path: Path) -> None:
     checkpoint, parts = build_tiny("internvl", tmp_path), PARTS["internvl"]
     queries = [f"model.language_model.layers.{i}.self_attn.q_proj" for i in (0, 1)]
