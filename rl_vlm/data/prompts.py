@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_ch
 
 import jinja2
 
+from rl_vlm.config.image_tokens import IMAGE_BECOMES, image_token_id
 from rl_vlm.config.schema import DataConfig, ModelConfig
 from rl_vlm.data.frames import frames_as_images
 from rl_vlm.data.images import pixel_limits
@@ -26,9 +27,6 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor
     from transformers import BatchFeature, ProcessorMixin
-
-IMAGE_BECOMES = {"Ovis2Processor": "<IMG_ATOM>"}
-"""Placeholder token for pixels in a prompt, by processor class, if it differs from the processor's `image_token`."""
 
 
 def load_processor(path: str, model: ModelConfig, data: DataConfig) -> ProcessorMixin:
@@ -96,17 +94,7 @@ def placeholder_tokens(processor: Any) -> list[str]:
     """Return the tokens that a text must not contain: placeholders of images and videos, before or after expansion."""
     owners, names = (processor, processor.tokenizer), ("image_token", "video_token", "img_patch_token")
     tokens = {getattr(owner, name, None) for owner in owners for name in names}
-    return sorted(filter(None, tokens | {IMAGE_BECOMES.get(type(processor).__name__)}))
-
-
-def image_token_id(processor: Any) -> int | None:
-    """Return the id of a token that only prompts with images contain, or None if the processor has none."""
-    convert = processor.tokenizer.convert_tokens_to_ids
-    if (becomes := IMAGE_BECOMES.get(type(processor).__name__)) is not None:
-        return convert(becomes)
-    found = [getattr(owner, "image_token_id", None) for owner in (processor, processor.tokenizer)]
-    token = getattr(processor, "image_token", None)
-    return next((each for each in found if each is not None), convert(token) if token else None)
+    return sorted(str(each) for each in tokens | {IMAGE_BECOMES.get(type(processor).__name__)} if each)
 
 
 def token_kinds(processor: Any) -> dict[str, bool]:
@@ -341,7 +329,7 @@ class PromptBuilder:
 
     def _lines(self, sample: Sample) -> str:
         """Return one line per message, with tokens of images and videos in place of their blocks."""
-        tokens = {kind: getattr(self.processor, f"{kind}_token", "") for kind in ("image", "video")}
+        tokens = {kind: str(getattr(self.processor, f"{kind}_token", "")) for kind in ("image", "video")}
         lines = [[tokens.get(b["type"]) or b["text"] for b in message["content"]] for message in sample.messages]
         return "\n".join(map("".join, lines))
 

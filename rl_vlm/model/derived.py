@@ -5,7 +5,8 @@
     get_image_features     the arguments that have pixels; with `forward`, the parts that images need: further towers,
                            and projectors. The other parts never get a gradient
     get_rope_index         positions, if the model has this function
-    config                 the ids of placeholder tokens, under their usual names
+    config                 the ids of placeholder tokens, under their usual names. `with_placeholder` has added that of
+                           images from the processor if it is missing
 
 Only the proof before the first step says whether they are right, and whether images of several prompts share a run of
 the vision tower (`rl_vlm/passes/start_check.py`).
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from rl_vlm.config.image_tokens import IMAGE_TOKENS, image_token_key
 from rl_vlm.config.own_code import class_name, has_own_code
 from rl_vlm.errors import ModelError, shorten
 from rl_vlm.model.family import Family, rope_positions, text_positions
@@ -31,8 +33,6 @@ from rl_vlm.model.remote.code import create
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-IMAGE_TOKENS = ("image_token_id", "image_token_index", "img_context_token_id", "media_placeholder_token_id")
-"""Keys of configs that hold the token id of an image's placeholder."""
 PLACEHOLDER = r"(image|img|video|audio)_(token|pad_token|context_token)_(id|index)"
 """Keys of configs that hold the token ids of placeholders, of any kind."""
 _derived: dict[str, Family] = {}
@@ -62,11 +62,13 @@ def derive(config: PreTrainedConfig) -> Family:
         raise refusal(name, "it is an encoder and a decoder, and not one language model")
     if not hasattr(model.base_model, "get_image_features"):
         raise refusal(name, "it has no get_image_features, so its images cannot be encoded once per prompt")
+    if model.get_output_embeddings() is None:
+        raise refusal(name, "it does not say which module is its LM head (get_output_embeddings)")
     if model.get_decoder() is model.base_model:
         raise refusal(name, "its language model is no module of its own, so its other parts cannot be told")
-    image_token = next((each for each in IMAGE_TOKENS if isinstance(getattr(config, each, None), int)), None)
+    image_token = image_token_key(config)
     if image_token is None:
-        raise refusal(name, f"its config has no placeholder token of images ({', '.join(IMAGE_TOKENS)})")
+        raise refusal(name, f"neither config ({', '.join(IMAGE_TOKENS)}) nor processor name the token of images")
     towers, projectors, unused = modules_beside_language(model)
     if not towers:
         raise refusal(name, "it has no modules other than its language model")

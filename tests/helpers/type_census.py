@@ -32,6 +32,8 @@ PAGE = Path("docs/families.md")
 BEGINS, ENDS = "<!-- types: begin -->", "<!-- types: end -->"
 OTHER_KINDS = {"hybrid": "a form of vipllava"}
 """Names of tiny models that are no type."""
+MISSING = {"model": "cannot be created", "token of images": "name the token of images"}
+"""Reasons that default configs give, and checkpoints may not."""
 
 
 def outcome_of_training(name: str) -> str:
@@ -52,8 +54,8 @@ def outcome_of_facts(model_type: str) -> str:
     try:
         derived_family(CONFIGS[model_type]() if model_type in CONFIGS else AutoConfig.for_model(model_type))
     except ModelError as error:
-        is_default = model_type not in CONFIGS
-        return "not tried: no default model" if is_default and "cannot be created" in str(error) else refused(error)
+        missing = next((what for what, said in MISSING.items() if said in str(error)), None)
+        return f"not tried: no default {missing}" if missing and model_type not in CONFIGS else refused(error)
     except Exception as error:  # of the config's own code
         return f"not tried: no default config ({type(error).__name__})"
     return "not tried: no tiny model"

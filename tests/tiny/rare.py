@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import transformers
 from transformers import PreTrainedConfig, ProcessorMixin
 
@@ -251,6 +252,42 @@ def fuyu_processor(tokenizer: Any) -> ProcessorMixin:
     return transformers.FuyuProcessor(image_processor=transformers.FuyuImageProcessor(**sizes), tokenizer=tokenizer)
 
 
+def blip_config(config_class: str) -> Any:
+    """Return the builder of a config with a Q-Former, whose queries become an image's tokens."""
+
+    def config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
+        parts = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+        former = parts | {
+            "vocab_size": len(tokenizer), "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
+            "initializer_range": 0.2,
+        }  # fmt: skip
+        return getattr(transformers, config_class)(
+            text_config=text_sizes(tokenizer, hidden_size, "llama"), qformer_config=former,
+            vision_config=parts | {"image_size": 16, "patch_size": 4, "initializer_range": 0.2},
+            num_query_tokens=BLIP_QUERIES, image_token_index=tokenizer.convert_tokens_to_ids(IMAGE),
+        )  # fmt: skip
+
+    return config
+
+
+def random_queries(model: Any) -> None:
+    torch.nn.init.normal_(model.query_tokens)
+
+
+def blip_2_processor(tokenizer: Any) -> ProcessorMixin:
+    """Write an image's tokens before the text, without a chat template, as the published one does."""
+    return transformers.Blip2Processor(blip_images(), tokenizer, num_query_tokens=BLIP_QUERIES)
+
+
+def instructblip_processor(tokenizer: Any) -> ProcessorMixin:
+    return transformers.InstructBlipProcessor(blip_images(), tokenizer, tokenizer, num_query_tokens=BLIP_QUERIES)
+
+
+def blip_images() -> Any:
+    return transformers.BlipImageProcessor(size=TILE)
+
+
+BLIP_QUERIES = 4
 COMPASS_TOKENS = ("<|IMAGE_PAD|>", "<|VIDEO_PAD|>", "<|VISION_START|>", "<|VISION_END|>")
 
 
@@ -262,6 +299,15 @@ def diffusion_gemma_config() -> PreTrainedConfig:
     experts = {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32, "num_global_key_value_heads": 1}
     text = SMALL | experts | {"head_dim": 16, "layer_types": ["sliding_attention", "full_attention"]}
     return transformers.DiffusionGemmaConfig(text_config=text, vision_config={"num_hidden_layers": 1})
+
+
+def nemotron_h_omni_config() -> PreTrainedConfig:
+    text = {name: size for name, size in SMALL.items() if name != "num_hidden_layers"}
+    vision = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "video_temporal_patch_size": 2}
+    return transformers.NemotronH_Omni_Reasoning_V3_Config(
+        text_config=text | {"layers_block_type": ["attention"], "head_dim": 16}, vision_config=vision,
+        vision_hidden_size=32, image_token_id=4,
+    )  # fmt: skip
 
 
 def vision_encoder_decoder_config() -> PreTrainedConfig:
@@ -278,9 +324,9 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 CONFIGS = {
     "chameleon": chameleon_config, "diffusion_gemma": diffusion_gemma_config, "evolla": transformers.EvollaConfig,
-    "vision-encoder-decoder": vision_encoder_decoder_config,
+    "nemotron_h_omni": nemotron_h_omni_config, "vision-encoder-decoder": vision_encoder_decoder_config,
 }  # fmt: skip
-"""Configs of types whose facts cannot be derived, and whose default config makes no model."""
+"""Configs of types whose facts cannot be derived. Their default configs make no model, or lack a token of images."""
 INKLING_TOKENS = ("<|unused_200054|>", "<|unused_200053|>", "<|content_image|>", "<|content_audio_input|>")
 GEMMA3N_NAMES = {
     "boi": "<start_of_image>", "image": "<image_soft_token>", "eoi": "<end_of_image>",
@@ -311,4 +357,8 @@ RARE: dict[str, TinyFamily] = {
     "deepseek_ocr2": TinyFamily((IMAGE,), deepseek_ocr2_config, deepseek_ocr2_processor),
     "emu3": TinyFamily((*EMU3_NAMES.values(), "<|extra_200|>", *EMU3_CODES), emu3_config, emu3_processor, EMU3_NAMES),
     "fuyu": TinyFamily(FUYU_TOKENS, fuyu_config, fuyu_processor),
+    "blip-2": TinyFamily((IMAGE,), blip_config("Blip2Config"), blip_2_processor, after_init=random_queries),
+    "instructblip": TinyFamily(
+        (IMAGE,), blip_config("InstructBlipConfig"), instructblip_processor, after_init=random_queries
+    ),
 }  # fmt: skip

@@ -283,9 +283,11 @@ REFUSED = {
     "shieldgemma2": "the model's processor makes 3 prompts of it",
     "fuyu": "the model's processor refuses it: StopIteration",
     "emu3": "Trained weights: no trained weight of the vision tower has a gradient",
+    "blip-2": "have 5 image placeholders, but the images became 4 features",
+    "instructblip": "have 5 image placeholders, but the images became 4 features",
 }
 """Types that cannot be trained, with a part of the reason.
 
-A classifier's processor writes one prompt per policy, another writes the places of images itself, and a tower chooses
+A classifier's processor writes one prompt per policy, others write the places of images themselves, and a tower chooses
 tokens of a vocabulary.
 """

@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rl_vlm.config.image_tokens import image_token_id, image_token_key
 from rl_vlm.config.own_code import (
     AUTO_CLASSES,
     auto_name,
@@ -50,7 +51,7 @@ def create(config: PreTrainedConfig, is_trusted: bool, **arguments: Any) -> Any:
 
 
 def with_placeholder(config: Any, source: str, revision: str) -> Any:
-    """Add the id of the image token to the config of a kind in `OWN_KINDS`, whose code gets it from the tokenizer."""
+    """Add the id of the image token to a config that lacks it, from the tokenizer or the processor."""
     kind = own_kind(config)
     if kind is not None:
         kind.complete(config)
@@ -60,7 +61,23 @@ def with_placeholder(config: Any, source: str, revision: str) -> Any:
                 if kind.image_token is None
                 else token_id(kind.image_token, source, revision)
             )
+    elif image_token_key(config) is None:
+        found = token_of_processor(source, revision, is_trusted=has_own_code(config))
+        if found is not None:
+            config.image_token_id = found
     return config
+
+
+@cache
+def token_of_processor(source: str, revision: str, is_trusted: bool) -> int | None:
+    """Return the id of the image token of a checkpoint's processor, or None if there is no such processor or token."""
+    from transformers import AutoProcessor
+
+    try:
+        processor: Any = AutoProcessor.from_pretrained(source, revision=revision, trust_remote_code=is_trusted)
+    except (OSError, ValueError, ImportError):  # loading the data's processor says why
+        return None
+    return image_token_id(processor) if hasattr(processor, "image_processor") else None
 
 
 @cache

@@ -12,6 +12,7 @@ from rl_vlm.model.derived import derived_family, empty_model, names_used, runs_w
 from rl_vlm.model.families import FAMILIES, family_of
 from rl_vlm.model.family import Family, positions_after_videos, rope_positions, text_positions
 from rl_vlm.tiny.tokenizer import DEFAULT_CORPUS, train_tokenizer
+from tests.helpers.type_census import outcome_of_facts
 from tests.tiny.build import TINY_FAMILIES
 from tests.tiny.rare import CONFIGS
 from tests.tiny.unlisted import UNLISTED
@@ -147,7 +148,8 @@ def test_equal_configs_have_the_facts_of_one_look() -> None:
         (lambda: config_of("mllama"), "it has no get_image_features"),
         (lambda: AutoConfig.for_model("florence2"), "it is an encoder and a decoder"),
         (lambda: AutoConfig.for_model("bert"), r"it cannot be created \(ValueError: Unrecognized configuration class"),
-        (lambda: AutoConfig.for_model("nemotron_h_omni"), "its config has no placeholder token of images"),
+        (lambda: AutoConfig.for_model("blip-2"), r"neither config \(image_token_id, .*\) nor processor name the token"),
+        (CONFIGS["nemotron_h_omni"], "it does not say which module is its LM head"),
         (CONFIGS["chameleon"], "its language model is no module of its own"),
         (CONFIGS["diffusion_gemma"], "it has no get_image_features"),
         (CONFIGS["evolla"], r"it cannot be created \(ValueError: Unrecognized configuration class"),
@@ -157,3 +159,9 @@ def test_equal_configs_have_the_facts_of_one_look() -> None:
 def test_a_model_of_another_kind_is_refused(config: Any, reason: str) -> None:
     with pytest.raises(ModelError, match=f"is not supported: {reason}"):
         derived_family(config())
+
+
+def test_a_default_config_without_a_token_of_images_says_nothing_about_its_type() -> None:
+    assert "blip-2" not in CONFIGS
+    assert outcome_of_facts("blip-2") == "not tried: no default token of images"
+    assert outcome_of_facts("nemotron_h_omni").startswith("refused: it does not say which module is its LM head")

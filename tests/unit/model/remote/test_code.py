@@ -6,12 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoModelForImageTextToText, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedConfig
 
 from rl_vlm.config.own_code import auto_name
 from rl_vlm.config.schema import ModelConfig
+from rl_vlm.model.families import family_of
 from rl_vlm.model.files import moving_code, warn_of_moving_code
-from rl_vlm.model.remote.code import model_class
+from rl_vlm.model.quantization import checkpoint_config
+from rl_vlm.model.remote.code import model_class, with_placeholder
+from tests.tiny.build import build_tiny
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -34,6 +37,21 @@ def test_the_first_class_of_an_auto_map_loads_the_model(named: list[str], expect
     config.auto_map = {name: f"modeling.{name}" for name in named}
     assert auto_name(config) == expected
     assert model_class(config, is_trusted=False) is AutoModelForImageTextToText
+
+
+def test_the_processor_has_the_image_token_that_a_config_lacks(tmp_path: Path) -> None:
+    build_tiny("blip-2", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    expected = config.pop("image_token_index")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = checkpoint_config(str(tmp_path), ModelConfig(model_name_or_path=str(tmp_path)))
+    assert found.image_token_id == expected
+    assert family_of(found).banned_token_ids(found) == [expected]
+
+
+def test_a_config_without_a_processor_stays_as_it_is(tmp_path: Path) -> None:
+    config: Any = AutoConfig.for_model("blip-2")
+    assert with_placeholder(config, str(tmp_path), "main").image_token_id is None
 
 
 def test_code_of_the_hub_at_a_branch_or_tag_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
