@@ -5,8 +5,9 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 from rl_vlm.data.tool_calls import CLOSE, OPEN, Schema
@@ -16,6 +17,8 @@ from rl_vlm.types import ToolCall
 CALL = re.compile(rf"{OPEN}(.*?){CLOSE}", re.DOTALL)
 PYTHON_OPEN, PYTHON_CLOSE = "<|tool_call_start|>", "<|tool_call_end|>"
 PYTHON_CALLS = re.compile(rf"{re.escape(PYTHON_OPEN)}(.*?){re.escape(PYTHON_CLOSE)}", re.DOTALL)
+MOST_LEVELS = 32
+"""Most lists and objects within each other in an argument, so that whatever reads it recursively can."""
 THOUGHTS = re.compile(r"\A.*</think>|\A\s*<\|channel>.*?<channel\|>", re.DOTALL)
 """The thoughts before an answer. Calls in them are not made."""
 
@@ -94,7 +97,7 @@ def read_python_call(call: ast.expr) -> ToolCall:
             values = {str(keyword.arg): ast.literal_eval(JSON_NAMES.visit(keyword.value)) for keyword in found}
             if len(values) < len(found):
                 raise UnreadableCall(f"a call of {name} has an argument twice")
-            return ToolCall(name, values)
+            return made_call({"name": name, "arguments": values})
     raise UnreadableCall("a call is not of the form name(argument=1)")
 
 
@@ -111,14 +114,28 @@ JSON_NAMES = JSONNames()
 
 
 def made_call(call: Mapping[str, Any]) -> ToolCall:
-    """Return the call of a name and arguments. Raises UnreadableCall if they are not a text and an object."""
+    """Return the call of a name and arguments.
+
+    Raises UnreadableCall if they are not a text and an object, or if an argument has more than `MOST_LEVELS` levels.
+    """
     name, arguments = call.get("name"), call.get("arguments")
     if not isinstance(name, str) or not name:
         raise UnreadableCall('a call has no "name"')
     arguments = {} if arguments is None else arguments  # templates leave out those of a call without arguments
     if not isinstance(arguments, dict):
         raise UnreadableCall(f'the "arguments" of {name} are not a JSON object')
+    if num_levels(arguments.values()) > MOST_LEVELS:
+        raise UnreadableCall(f"an argument of {name} has more than {MOST_LEVELS} lists and objects within each other")
     return ToolCall(name, arguments)
+
+
+def num_levels(values: Iterable[Any]) -> int:
+    """Return how many lists and objects are within each other, at the deepest place. Does not recurse."""
+    number = 0
+    while nested := [value for value in values if isinstance(value, list | tuple | set | dict)]:
+        values = chain.from_iterable(value.values() if isinstance(value, dict) else value for value in nested)
+        number += 1
+    return number
 
 
 def split_thoughts(text: str) -> tuple[str, str]:

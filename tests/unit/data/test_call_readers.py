@@ -1,5 +1,6 @@
 """Calls as models write them."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -92,6 +93,22 @@ CUT = ("crop", {"box": [1, 2], "mode": "exact", "zoom": 0.5})
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return AutoTokenizer.from_pretrained(build_tiny("qwen2_5_vl", tmp_path_factory.mktemp("tiny")))
+
+
+def nested(levels: int) -> str:
+    """Lists and objects within each other, as JSON and as Python."""
+    return '[{"k": ' * (levels // 2) + "[1]" * (levels % 2) + "0" * (1 - levels % 2) + "}]" * (levels // 2)
+
+
+@pytest.mark.parametrize("call", [
+    lambda value: read_json_calls(f'<tool_call>{{"name": "draw", "arguments": {{"points": {value}}}}}</tool_call>'),
+    lambda value: read_python_calls(f"<|tool_call_start|>[draw(points={value})]<|tool_call_end|>"),
+])  # fmt: skip
+def test_a_deep_argument_is_a_problem_to_tell(call: Callable[[str], FoundCalls]):
+    assert call(nested(32)).calls[0].arguments["points"][0]["k"]
+    for levels in (33, 80):
+        with pytest.raises(UnreadableCall, match="an argument of draw has more than 32 lists and objects within"):
+            call(nested(levels))
 
 
 @pytest.mark.parametrize(
