@@ -36,6 +36,7 @@ from rl_vlm.data.video.shown import ShownClip, choose_frames, read_clip
 from rl_vlm.errors import ConfigError, did_you_mean, listed
 from rl_vlm.functions import load_function, search_working_directory
 from rl_vlm.rollout.environments.adapters import ADAPTERS, name_of
+from rl_vlm.rollout.environments.failures import writable
 from rl_vlm.rollout.environments.hosts import Host
 from rl_vlm.rollout.environments.threads import CallThread
 from rl_vlm.stages import is_taken
@@ -267,15 +268,15 @@ def tool_names(cls: type) -> list[str]:
 def read_content(value: Any, max_image_pixels: int) -> Content:
     """Read the content that a tool returned. Images and clips are copied at once, since callers may change them.
 
-    A list of dicts that all have a `type` is read as blocks. Anything else becomes text, as in TRL. Raises DataError if
-    an image or a clip cannot be read, and ValueError for other blocks.
+    A list of dicts that all have a `type` is read as blocks. Anything else becomes text, as in TRL. Texts are made
+    `writable`. Raises DataError if an image or a clip cannot be read, and ValueError for other blocks.
     """
     if not is_blocks(value):
-        return Content([{"type": "text", "text": str(value)}])
+        return Content([{"type": "text", "text": writable(str(value))}])
     blocks, images = [], []
     for block in value:
         if block["type"] == "text":
-            blocks.append({"type": "text", "text": str(block.get("text", ""))})
+            blocks.append({"type": "text", "text": writable(str(block.get("text", "")))})
         elif block["type"] == "image" and block.get("image") is not None:
             images.append(read_picture(block["image"], max_image_pixels))
             blocks.append({"type": "image"})

@@ -11,11 +11,11 @@ class ToolFailure(Exception):
     """
 
     def __init__(self, kind: str, message: str, text: str = "") -> None:
-        """`text` is the exception's own text."""
-        super().__init__(message)
+        """`text` is the exception's own text. Both texts are made `writable`."""
         self.kind = kind
-        self.message = message
-        self.text = text
+        self.message = writable(message)
+        self.text = writable(text)
+        super().__init__(self.message)
 
     def fault_in(self, method: str) -> str:
         """Return the kind of the fault if the call was of a method that the model does not call."""
@@ -24,3 +24,8 @@ class ToolFailure(Exception):
 
 class UnknownAction(ValueError):
     """A turn without a known action. The model reads the message, and the completion continues."""
+
+
+def writable(text: str) -> str:
+    """Return a text that UTF-8 can hold: lone surrogates, as in names of files that are no UTF-8, become "?"."""
+    return text.encode(errors="replace").decode()

@@ -17,6 +17,7 @@ from typing import Any
 
 from rewards.calling import describe
 from rl_vlm.distributed.signals import WAIT_SECONDS, stop
+from rl_vlm.errors import text_of
 from rl_vlm.rollout.environments.failures import ToolFailure, UnknownAction
 
 Use = Callable[[Any], Any]
@@ -159,9 +160,13 @@ async def awaited(awaitable: Any) -> Any:
 
 
 def failure_of(error: BaseException) -> ToolFailure:
-    """Describe an error of a user's code."""
+    """Describe an error of a user's code. Raises nothing, even if the error's `__str__` does."""
     if isinstance(error, ToolFailure):
         return error
     kinds = {ConnectionError: "connection", TimeoutError: "timeout", UnknownAction: "action"}
     kind = next((kind for of, kind in kinds.items() if isinstance(error, of)), "exception")
-    return ToolFailure(kind, describe(error), str(error))
+    try:
+        text = str(error)
+    except BaseException:
+        text = text_of(error)
+    return ToolFailure(kind, describe(error), text)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from rl_vlm.data.turns import ParsedTurn, TurnFormat
 from rl_vlm.rollout.environments.contract import EnvironmentKind, Schema
+from rl_vlm.rollout.environments.failures import writable
 from rl_vlm.rollout.environments.hosts import QueuedCall
 from rl_vlm.rollout.environments.instances import Instance
 from rl_vlm.types import (
@@ -74,7 +75,7 @@ class Member:
 
     def fail(self, kind: str, message: str, turn: Turn | None = None) -> None:
         """End the completion as a fault."""
-        self.end("fault", turn, f"{kind}: {message}")
+        self.end("fault", turn, writable(f"{kind}: {message}"))
 
 
 class Running(NamedTuple):

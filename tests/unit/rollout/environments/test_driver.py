@@ -26,6 +26,13 @@ from tests.helpers.scripted import Script, ScriptedEngine, call, grey
 from tests.helpers.templates import END, STOPS, builder_of
 
 
+class Mute(Exception):
+    """An exception that cannot say what went wrong."""
+
+    def __str__(self) -> str:
+        raise KeyError("message")
+
+
 class Game:
     """An environment that counts, and shows what it has counted."""
 
@@ -62,7 +69,10 @@ class Game:
         """
         if kind == "hang":
             time.sleep(30)
-        raise {"value": ValueError, "connection": ConnectionError, "exit": SystemExit}[kind]("no such thing")
+        raise {
+            "value": ValueError("no such thing"), "connection": ConnectionError("no such thing"), "mute": Mute(),
+            "exit": SystemExit(3), "path": FileNotFoundError("caf\udcff.png"),
+        }[kind]  # fmt: skip
 
     def get_reward(self) -> float:
         return float(self.count)
@@ -254,6 +264,9 @@ def test_several_calls_of_a_turn_are_answered_in_their_order(builder: PromptBuil
         (call("add", number="three"), "number"),
         ('<tool_call>\n{"name": "add", "arguments": {"number": }}\n</tool_call>', "JSON"),
         ('<tool_call>\n{"name": "add", "arguments": {"number": "\\ud83d"}}\n</tool_call>', "cannot be read"),
+        (call("add", number=[1]).replace("[1]", "[" * 400 + "1" + "]" * 400), "more than 32 lists and objects"),
+        (call("fail", kind="path"), "caf?.png"),
+        (call("fail", kind="mute"), "<exception str() failed>"),
     ],
 )
 def test_what_a_model_gets_wrong_is_told(builder: PromptBuilder, turn: str, told: str) -> None:

@@ -13,6 +13,7 @@ from rl_vlm.data.images import decode_image
 from rl_vlm.data.prompts import PromptBuilder
 from rl_vlm.data.tool_calls import introduction_of, schema_of
 from rl_vlm.errors import ConfigError
+from rl_vlm.log.trajectories import turns_json
 from rl_vlm.reward.conversation import completion_as
 from rl_vlm.rollout.environments.contract import Toolbox
 from rl_vlm.rollout.environments.failures import ToolFailure, UnknownAction
@@ -112,6 +113,20 @@ def test_an_environment_can_truncate_and_reward_itself(builder: PromptBuilder) -
     completion = run(builder, ["right"] * 3, Limited).completion
     assert (completion.finish_reason, rewards(completion)) == ("turns", [-0.1, -0.1])
     assert completion.environment_reward == 7.0
+
+
+def test_texts_that_utf_8_cannot_hold_get_question_marks(builder: PromptBuilder) -> None:
+    """Otherwise the completions file could not be written. The last step is not rendered for the model."""
+
+    class Named(Walk):
+        def step(self, text: str) -> Any:
+            shown = [{"type": "image", "image": "caf\udcff.png"}] if text == "picture" else "caf\udcff"
+            return shown, 1.0, True, {}
+
+    last = run(builder, ["right"], Named).completion
+    assert last.finish_reason == "stop" and "caf?" in turns_json(last.turns).encode().decode()
+    fault = run(builder, ["picture"], Named).completion.fault
+    assert fault is not None and "caf?.png" in fault
 
 
 @pytest.mark.parametrize("text", ["jump", "fall"])
