@@ -21,7 +21,7 @@ Content is text, or a list of blocks: `{"type": "text", "text": …}`, `{"type":
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -126,14 +126,14 @@ class EnvironmentKind:
         """Return whether its class has a method."""
         return name in self.description.methods
 
-    def reset_arguments(self, offered: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments of `reset`: the ones that it names, or with `**columns` all but an unnamed `seed`."""
+    def reset_arguments(self, offered: Mapping[str, Any], columns: Collection[str]) -> dict[str, Any]:
+        """Return the arguments of `reset`: the ones that it names. With `**columns` it gets all others, too.
+
+        It must name a `seed` that is not among the row's `columns`.
+        """
         named, takes_all = self.description.reset, self.description.takes_all_columns
-        return {
-            name: value
-            for name, value in offered.items()
-            if name in named or (takes_all and name not in ("seed", COLUMN))
-        }
+        withheld = {COLUMN} if "seed" in columns else {COLUMN, "seed"}
+        return {name: value for name, value in offered.items() if name in named or (takes_all and name not in withheld)}
 
 
 @dataclass(frozen=True)

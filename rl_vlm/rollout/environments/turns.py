@@ -69,8 +69,9 @@ class TurnRunner:
         """
         assert member.instance is not None
         if member.kind is not None:
-            arguments = own_copy(member.kind.reset_arguments(offered(member.request, seed)))
-            calls = member.instance.start(arguments, self.limits.max_image_pixels, member.format.prompt_rule)
+            columns = member.request.prompt.sample.columns
+            arguments = member.kind.reset_arguments(offered(member.request, seed), columns)
+            calls = member.instance.start(own_copy(arguments), self.limits.max_image_pixels, member.format.prompt_rule)
             yield from self.until_answered(calls)
             self.start(member, calls)
 

@@ -55,7 +55,7 @@ def reset_digests(subject: Subject, kind: EnvironmentKind, found: Prompts, row: 
     """
     config = subject.config
     request = RolloutRequest("doctor", found.builder.build(found.train.rows[row]))
-    arguments = kind.reset_arguments(offered(request, config.train.seed))
+    arguments = kind.reset_arguments(offered(request, config.train.seed), request.prompt.sample.columns)
     instance, digests = Instance(kind, kind.first, kind.thread), []
     try:
         for _ in range(2):

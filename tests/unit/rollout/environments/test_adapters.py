@@ -33,7 +33,7 @@ class Played:
         self.instance = Instance(self.kind, self.kind.first, self.kind.thread)
 
     def reset(self, **offered: Any) -> list[Content | None]:
-        calls = self.instance.start(self.kind.reset_arguments(offered), 10**6, FrameRule(DataConfig()))
+        calls = self.instance.start(self.kind.reset_arguments(offered, ()), 10**6, FrameRule(DataConfig()))
         return [self.instance.finish(call, 20.0) for call in calls]
 
     def step(self, text: str) -> Step:

@@ -340,6 +340,27 @@ def test_members_with_equal_starts_share_a_prompt(builder: PromptBuilder) -> Non
     assert unlike.trajectories.take_counters()[UNLIKE_STARTS] == 1
 
 
+@pytest.mark.parametrize(("rows", "seeds"), [([{"seed": 7}], [[7], [7]]), ([{}], [[], ["a number"]])])
+def test_a_column_named_seed_is_passed_like_others(
+    builder: PromptBuilder, rows: list[dict[str, Any]], seeds: list[list[Any]]
+) -> None:
+    """The run's own seed is for methods that name it, since classes for TRL may refuse what the data does not have."""
+
+    class Unnamed(Game):
+        def reset(self, **columns: Any) -> str:
+            self.count = 0
+            return str([columns[key] for key in columns if key == "seed"])
+
+    class Named(Game):
+        def reset(self, seed: int, **columns: Any) -> str:
+            self.count = 0
+            return str([seed if seed == 7 else "a number"])
+
+    starts = [Run(builder, scripted("Done"), toolbox_of(each), rows=rows).completion.start for each in (Unnamed, Named)]
+    texts = [start.sample.messages[-1]["content"][0]["text"] for start in starts if start is not None]
+    assert texts == [f"Count!{found}" for found in seeds]
+
+
 def test_instances_are_few_and_used_again(builder: PromptBuilder) -> None:
     Game.made = 0
     toolbox = toolbox_of(Game)  # the first instance is used too
