@@ -180,7 +180,7 @@ class Toolbox:
             )
         values = rows.source.values(COLUMN) if COLUMN in rows.source.columns else []
         for index, found in enumerate(values):
-            if found not in self.kinds:
+            if not isinstance(found, str) or found not in self.kinds:
                 raise ConfigError(
                     f"{rows.place(index)}: column `{COLUMN}` is {found!r}, which rollout.environment does not name; "
                     f"{self.known(found)}"

@@ -142,6 +142,16 @@ def test_a_dry_run_needs_the_column_of_several_environments(checkpoint: Path, tm
     assert "row 0: column `environment` is 'dice', which rollout.environment does not name" in error
 
 
+def list_rows(**_: Any) -> list[dict[str, Any]]:
+    return [row | {"environment": ["game"]} for row in tiny_run.rows()]
+
+
+def test_a_dry_run_names_a_row_whose_environment_is_no_text(checkpoint: Path, tmp_path: Path) -> None:
+    settings = {"environment": {"game": GAME}, "dataset_name": f"{__name__}:list_rows"}
+    (error,) = dry_run(config_of(checkpoint, tmp_path / "run", **settings), "train")[1]
+    assert "row 0: column `environment` is ['game'], which rollout.environment does not name; it names game" in error
+
+
 def test_a_dry_run_checks_rows_although_two_rewards_share_a_name(checkpoint: Path, tmp_path: Path) -> None:
     settings = {"environment": {"game": GAME}, "reward_funcs": [{"function": "exact_match", "name": "Game"}]}
     names, column = dry_run(config_of(checkpoint, tmp_path / "run", **settings), "train")[1]
