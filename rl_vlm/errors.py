@@ -104,6 +104,24 @@ def is_of_machine(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in OF_MACHINE)
 
 
+ALLOCATOR_ERRORS = (
+    "DefaultCPUAllocator: ",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "CUDA error: out of memory",
+    "CUDA driver error: out of memory",
+    "Triton Error [CUDA]: out of memory",
+)
+"""Texts of out-of-memory errors without a class of their own."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an allocation of PyTorch failed, on a device or in host memory."""
+    import torch
+
+    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in ALLOCATOR_ERRORS)
+
+
 class Problems:
     """Collects the errors of several calls, so that a user gets all of them at once."""
 

@@ -18,9 +18,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakValueDictionary
 
-import jinja2
-
-from rl_vlm.data.prompts import PromptBuilder, by_kind, join_blocks, kind_of, unequal_lengths
+from rl_vlm.data.prompts import PromptBuilder, by_kind, join_blocks, kind_of, refusals, unequal_lengths
 from rl_vlm.errors import DataError, shorten
 from rl_vlm.types import Observation, Video
 
@@ -90,14 +88,11 @@ class ObservationRenderer:
     ) -> Observation:
         """Render messages, even if equal ones have been rendered. See `render`."""
         images, videos = by_kind(media)
-        try:
+        with refusals(f"{name}: {unequal_lengths(videos)}the model's processor refuses the observation"):
             check_media(messages, media, files)
             text = self.text_after_turn(messages, media, calls)
             anchor = "" if text.startswith(tuple(self.stops)) else self.stops[0]
             token_ids, token_inputs, mm_inputs = self.builder.part(anchor + text, images, videos)
-        except (ValueError, TypeError, jinja2.TemplateError) as error:
-            advice = unequal_lengths(videos)
-            raise DataError(f"{name}: {advice}the model's processor refuses the observation: {error}") from error
         if bool(mm_inputs) != bool(media):
             raise DataError(f"{name}: the model's chat template leaves out the images of the observation.")
         if videos:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -20,13 +21,18 @@ from rl_vlm.data.remote.processors import own_processor
 from rl_vlm.data.samples import Rows
 from rl_vlm.data.video.frames import FrameRule
 from rl_vlm.data.video.sizes import has_size, smallest_frame
-from rl_vlm.errors import ConfigError, DataError, ModelError
+from rl_vlm.errors import ConfigError, DataError, ModelError, is_out_of_memory
 from rl_vlm.types import Prompt, Sample, Video, VideoFormat
 
 if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor
     from transformers import BatchFeature, ProcessorMixin
+
+REFUSALS = (
+    ValueError, TypeError, KeyError, IndexError, ZeroDivisionError, RuntimeError, StopIteration, jinja2.TemplateError,
+)  # fmt: skip
+"""Errors that templates and processors raise for messages and images that they do not take."""
 
 
 def load_processor(path: str, model: ModelConfig, data: DataConfig) -> ProcessorMixin:
@@ -212,12 +218,9 @@ class PromptBuilder:
         """
         self._refuse_placeholders(sample)
         sample = self.shown(sample)
-        try:
+        with refusals(f"Sample {sample.sample_id}: {unequal_lengths(sample.videos)}the model's processor refuses it"):
             self._check_marks(sample)
             features = self._features(sample)
-        except (ValueError, TypeError, StopIteration, jinja2.TemplateError) as error:
-            advice, reason = unequal_lengths(sample.videos), str(error) or type(error).__name__
-            raise DataError(f"Sample {sample.sample_id}: {advice}the model's processor refuses it: {reason}") from error
         if (num_prompts := len(features["input_ids"])) != 1:
             raise DataError(
                 f"Sample {sample.sample_id}: the model's processor makes {num_prompts} prompts of it. "
@@ -407,6 +410,20 @@ class PromptBuilder:
                 f"data.max_prompt_length={self.max_tokens}.",
                 num_tokens,
             )
+
+
+@contextmanager
+def refusals(message: str) -> Iterator[None]:
+    """Raise DataError with this message if a template or processor refuses something in the block.
+
+    An image of 1,540 × 1 pixels, for instance, can have no rows after it was resized. Errors about memory stay.
+    """
+    try:
+        yield
+    except REFUSALS as error:
+        if is_out_of_memory(error):
+            raise
+        raise DataError(f"{message}: {str(error) or type(error).__name__}") from error
 
 
 def build_prompt(rows: Rows, index: int, builder: SampleRenderer) -> Prompt:

@@ -13,7 +13,6 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-import jinja2
 import numpy as np
 
 from rl_vlm.data.call_readers import (
@@ -26,7 +25,7 @@ from rl_vlm.data.call_readers import (
 )
 from rl_vlm.data.messages import without_blocks
 from rl_vlm.data.observations import ASKED, Message, ObservationRenderer, Role, call_id, observed_messages
-from rl_vlm.data.prompts import Introduction, PromptBuilder, image_token_id, introduced
+from rl_vlm.data.prompts import REFUSALS, Introduction, PromptBuilder, image_token_id, introduced
 from rl_vlm.data.tool_calls import Schema, introduction_of
 from rl_vlm.errors import ConfigError, DataError, shorten
 from rl_vlm.types import Sample, ToolCall, Video
@@ -57,8 +56,6 @@ TRIED_SCHEMA: Schema = {
 HOSTILE = """"quoted" isn't <b>\\n</b> & {é}:\n[1]"""
 """Text that a template changes if it writes results as JSON, Python or HTML."""
 THOUGHTS = ("<think>\ntried thought\n</think>\n\n", "<|channel>thought\ntried thought\n<channel|>")
-REFUSALS = (ValueError, TypeError, KeyError, jinja2.TemplateError)
-"""Errors that templates and processors raise for messages that they do not take."""
 
 
 class Form(NamedTuple):

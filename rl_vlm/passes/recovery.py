@@ -19,7 +19,7 @@ from typing import TypeVar
 import torch
 
 from rl_vlm.distributed.collectives import Collectives
-from rl_vlm.errors import OutOfMemory, shorten
+from rl_vlm.errors import OutOfMemory, is_out_of_memory, shorten
 from rl_vlm.passes.budget import TokenBudget
 from rl_vlm.passes.schedule import Round
 from rl_vlm.stages import NO_ONE, Stage, Stages
@@ -27,15 +27,6 @@ from rl_vlm.types import MicroBatch, Prompt
 
 T = TypeVar("T")
 
-ALLOCATOR_ERRORS = (
-    "DefaultCPUAllocator: ",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_ALLOC_FAILED",
-    "CUDA error: out of memory",
-    "CUDA driver error: out of memory",
-    "Triton Error [CUDA]: out of memory",
-)
-"""Texts of out-of-memory errors without a class of their own."""
 FOR_ONE_COMPLETION = (
     "Set memory.gradient_checkpointing or model.use_peft to true, set data.max_pixels, data.video_max_pixels, "
     "data.max_frames or rollout.max_completion_length lower, or share the model between devices: "
@@ -249,11 +240,6 @@ def tried(attempt: Callable[[], T]) -> tuple[T | None, Failure | None]:
         return attempt(), None
     except AttemptFailed as error:
         return None, error.failure
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an allocation failed, on a device or in host memory."""
-    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in ALLOCATOR_ERRORS)
 
 
 def first_line(error: BaseException) -> str:

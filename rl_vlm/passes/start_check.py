@@ -37,7 +37,7 @@ import torch
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.distributed.shards import whole_shape
 from rl_vlm.distributed.strategy import Strategy
-from rl_vlm.errors import ModelError, OutOfMemory, shorten
+from rl_vlm.errors import ModelError, OutOfMemory, is_out_of_memory, shorten
 from rl_vlm.model.in_memory import free_host_memory
 from rl_vlm.model.probe import weights_behind
 from rl_vlm.model.vision import input_shapes
@@ -74,7 +74,7 @@ from rl_vlm.passes.proof import (
     logprob_difference,
     refuse,
 )
-from rl_vlm.passes.recovery import free_memory, is_out_of_memory, tried
+from rl_vlm.passes.recovery import free_memory, tried
 from rl_vlm.passes.rounds import Rounds
 from rl_vlm.types import Prompt, ScoredGroup
 

@@ -164,6 +164,12 @@ def test_an_observation_is_whole_or_refused(
         renderer.render("row 3", messages, [FIRST] * images, [b""] * images, [1], calls)
 
 
+def test_an_image_that_a_processor_cannot_resize_is_refused(tmp_path: Path) -> None:
+    renderer = renderer_of("lfm2_2_5_vl", builder_of("lfm2_2_5_vl", tmp_path))
+    with pytest.raises(DataError, match="row 3: the model's processor refuses the observation: stack expects"):
+        renderer.render("row 3", [message("user", "image")], [noise_image(1540, 1, seed=1)], [b""], [1])
+
+
 def test_equal_observations_are_rendered_once_while_one_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -123,6 +123,25 @@ def test_an_image_that_the_processor_refuses_names_the_sample(builder: PromptBui
         builder.build(make_sample(picture(2010, 10), sample_id="thin"))
 
 
+def test_any_error_of_a_processor_names_the_sample_but_one_about_memory(
+    builder: PromptBuilder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    tiles = PromptBuilder(AutoProcessor.from_pretrained(build_tiny("lfm2_vl", tmp_path)), DataConfig())
+    with pytest.raises(DataError, match=r"Sample thin: the model's processor refuses it: stack expects each tensor"):
+        tiles.build(make_sample(picture(1540, 1), sample_id="thin"))
+
+    def fail(sample: Sample) -> None:
+        raise error
+
+    monkeypatch.setattr(builder, "_features", fail)
+    for error in (IndexError("no tile"), ZeroDivisionError("no height")):
+        with pytest.raises(DataError, match=f"Sample s: .*{error}"):
+            builder.build(make_sample())
+    error = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+    with pytest.raises(RuntimeError, match="can't allocate"):
+        builder.build(make_sample())
+
+
 def with_template(checkpoint: str, template: str | None, **settings: Any) -> PromptBuilder:
     processor = AutoProcessor.from_pretrained(checkpoint)
     processor.chat_template = template

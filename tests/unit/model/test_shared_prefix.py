@@ -16,10 +16,9 @@ from transformers.masking_utils import (
     sliding_window_overlay,
 )
 
-from rl_vlm.errors import ModelError
+from rl_vlm.errors import ModelError, is_out_of_memory
 from rl_vlm.model import shared_prefix
 from rl_vlm.model.shared_prefix import RowLayout, attention_layout, shared_attention
-from rl_vlm.passes.recovery import is_out_of_memory
 
 F, T = False, True
 CAUSAL = cast(Any, causal_mask_function)

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from rl_vlm.distributed.ranks import Ranks
-from rl_vlm.errors import OutOfMemory
+from rl_vlm.errors import OutOfMemory, is_out_of_memory
 from rl_vlm.passes.budget import PlannedBudget, TokenBudget
-from rl_vlm.passes.recovery import Failure, Recovery, is_out_of_memory
+from rl_vlm.passes.recovery import Failure, Recovery
 from rl_vlm.passes.schedule import Round
 from rl_vlm.plan.tracing.groups import make_group
 from rl_vlm.stages import Stage
