@@ -37,7 +37,7 @@ class Engine:
     reserves_memory: bool = False
     """It takes `vllm_gpu_memory_utilization` of the cards that also train."""
     spans_ranks: bool = False
-    """Neighbouring ranks share one of its models, and must call it equally often."""
+    """Neighbouring ranks share one of its models if `vllm_tensor_parallel_size` is above 1."""
     uses_servers: bool = False
     """It samples on servers, which a run starts or joins."""
     passes_shared_memory: bool = False

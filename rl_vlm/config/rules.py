@@ -317,8 +317,7 @@ CONFLICTS = (
     Rule("video_format", lambda run: run.evaluation.endpoint_url is not None and run.data.video_format == "native",
          "`video_format` native cannot be used with `endpoint_url`: endpoints get each frame of a video as an image; "
          "leave it out"),
-    Rule("max_rollout_tokens max_resampling_rounds",
-         lambda run: run.rollout.facts.spans_ranks and run.vllm.vllm_tensor_parallel_size > 1,
+    Rule("max_rollout_tokens max_resampling_rounds", lambda run: run.shares_engines,
          "{names} cannot be used with `vllm_tensor_parallel_size` above 1 and `engine` {rollout.engine}: ranks that "
          "share a model must call it the same number of times"),
     *(read_by_other_engines(name, engine) for name, engine in ENGINES.items() if VLLM_SETTINGS - engine.reads),

@@ -37,6 +37,11 @@ class RunConfig(Sections):
             raise ValueError("\n".join(problems))
         return self
 
+    @property
+    def shares_engines(self) -> bool:
+        """Whether neighbouring ranks share an engine, and must call it equally often."""
+        return self.rollout.facts.spans_ranks and self.vllm.vllm_tensor_parallel_size > 1
+
 
 SECTIONS: dict[str, type[Section]] = {name: field.annotation for name, field in RunConfig.model_fields.items()}  # pyright: ignore[reportAssignmentType]
 

@@ -47,6 +47,11 @@ class ThreadedRanks(Ranks):
         self.all_reduce(tensor)
         return tensor.tolist()
 
+    def max(self, values: Sequence[int]) -> list[int]:
+        tensor = torch.tensor(values)
+        distributed.all_reduce(tensor, distributed.ReduceOp.MAX)
+        return tensor.tolist()
+
 
 def on_ranks(num_ranks: int, function: Callable[[Ranks], T], launch: Launch | None = None) -> list[T]:
     """Return what `function` returns on each rank. Raises the error of a rank that fails."""

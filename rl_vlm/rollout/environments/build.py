@@ -145,7 +145,7 @@ def build_trajectories(
         config.data.max_image_pixels, longest,
         None if rollout.keep_images is None else ContextPolicy(rollout.keep_images, rollout.edit_every),
     )  # fmt: skip
-    together = ranks if rollout.facts.spans_ranks and ranks.world_size > 1 else None
+    together = ranks if config.shares_engines and ranks.world_size > 1 else None
     return Trajectories(
         toolbox, turns.formats, limits, Instances(rollout.max_environments), keeps_instances, together
     )  # fmt: skip

@@ -1,12 +1,17 @@
 """What a run refuses about its tools, environments and reward functions, all at once."""
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from rl_vlm.config.schema import RunConfig
+from rl_vlm.data.prompts import PromptBuilder
+from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.errors import ConfigError, RewardError
-from rl_vlm.rollout.environments.build import load_functions
+from rl_vlm.rollout.environments.build import Turns, build_trajectories, load_functions
+from rl_vlm.rollout.environments.contract import Toolbox
+from tests.helpers.threaded_ranks import on_ranks
 
 
 class Stand:
@@ -64,3 +69,16 @@ def test_functions_that_can_be_used_are_loaded() -> None:
     toolbox, rewards = load_functions(config_of([f"{__name__}:mine"], environment=f"{__name__}:Lamp"))
     assert list(toolbox.kinds) == [None]
     assert rewards.names == ["mine", "Lamp"]
+
+
+@pytest.mark.parametrize(("ranks_per_model", "expected"), [(1, [True, False]), (2, [True, True])])
+def test_ranks_that_share_a_model_advance_together(ranks_per_model: int, expected: list[bool]) -> None:
+    """Otherwise each goes on by itself, since ranks can sample groups again unequally often."""
+    vllm = {"vllm_tensor_parallel_size": ranks_per_model}
+    config = RunConfig.model_validate(config_of([], engine="vllm").model_dump() | {"vllm": vllm})
+
+    def goes_on(ranks: Ranks) -> bool:
+        trajectories = build_trajectories(config, Toolbox(), Turns({}, Mock(spec=PromptBuilder)), False, ranks)
+        return trajectories.goes_on(has_work=ranks.is_main)
+
+    assert on_ranks(2, goes_on) == expected
