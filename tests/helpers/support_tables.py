@@ -1,4 +1,4 @@
-"""Tables of docs/support.md and docs/families.md, made from lists of the code and tests, and from a run's checks.
+"""Tables of docs/support.md, families.md and environments.md, made from lists of the code and tests, and from checks.
 
 python -m tests.helpers.support_tables    # write them again
 """
@@ -15,6 +15,7 @@ from rl_vlm.distributed.shardings import SHARDINGS, UNSHARDED, Sharding
 from rl_vlm.errors import RLVLMError
 from rl_vlm.model.families import FAMILIES
 from rl_vlm.model.family import positions_after_videos
+from rl_vlm.model.remote.kinds import OWN_KINDS
 from rl_vlm.plan.check import check_setup
 from tests.gpu import test_shared_attention
 from tests.helpers.family_parity import CASES, NOT_THIS
@@ -25,6 +26,7 @@ from tests.tiny.build import ALL_FAMILIES
 
 PAGE = ROOT / "docs" / "support.md"
 FAMILIES_PAGE = ROOT / "docs" / "families.md"
+ENVIRONMENTS_PAGE = ROOT / "docs" / "environments.md"
 VIDEO_FORMS = {
     "patches": "frames in the model's own input for videos, in one run of the tower with images",
     "images": "frames among images, with text that its processor writes",
@@ -139,10 +141,20 @@ def videos() -> str:
     return markdown(["`model_type`", "a video is", "placeholder token", "text after it starts at", "in vLLM"], rows)
 
 
+def first_images() -> str:
+    """Return why models take images in the first prompt alone, from the table of families and adapters of own code."""
+    reasons = {name: family.first_images_only for name, family in FAMILIES.items()}
+    reasons |= {name: getattr(kind.before, "first_images_only", None) for name, kind in OWN_KINDS.items()}
+    rows = [[f"`{name}`", reason] for name, reason in reasons.items() if reason is not None]
+    return markdown(["`model_type`, or class of own code", "images are in the first prompt alone, since"], rows)
+
+
 TABLES = {"families": families, "engines": engines, "shardings": shardings}
 """The tables of docs/support.md."""
 FAMILY_TABLES = {"videos": videos}
 """Those of docs/families.md."""
+ENVIRONMENT_TABLES = {"first images": first_images}
+"""Those of docs/environments.md."""
 
 
 def with_tables(page: str, tables: dict[str, Callable[[], str]] = TABLES) -> str:
@@ -158,3 +170,4 @@ def with_tables(page: str, tables: dict[str, Callable[[], str]] = TABLES) -> str
 if __name__ == "__main__":
     PAGE.write_text(with_tables(PAGE.read_text()))
     FAMILIES_PAGE.write_text(with_tables(FAMILIES_PAGE.read_text(), FAMILY_TABLES))
+    ENVIRONMENTS_PAGE.write_text(with_tables(ENVIRONMENTS_PAGE.read_text(), ENVIRONMENT_TABLES))
