@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
+from math import comb
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -260,6 +262,7 @@ def test_a_run_refuses_rows_and_too_few_environments_at_once(checkpoint: Path, t
 
 def test_an_evaluation_runs_the_environment(checkpoint: Path, tmp_path: Path) -> None:
     settings = {"num_generations_eval": 4, "eval_temperature": 1.0, "eval_dataset_name": tiny_run.HELD_OUT_ROWS}
+    settings["reward_funcs"] = [{"function": NUM_LOOKS, "solved_from": 0.2}]
     config = config_of(checkpoint, tmp_path / "run", **settings)
     summary = evaluate_run(config)
     assert summary["num_completions"] == 20 and 0 < summary["rewards/Shades/mean"] < 1
@@ -270,3 +273,9 @@ def test_an_evaluation_runs_the_environment(checkpoint: Path, tmp_path: Path) ->
     turns = [turn for row in rows for turn in json.loads(row["turns"])]
     kept = [path for turn in turns for result in turn["results"] for path in result.get("kept", [])]
     assert kept and all((file.parent / path).is_file() for path in kept)
+    num_solved = Counter({row["sample_id"]: 0 for row in rows})
+    num_solved.update(row["sample_id"] for row in rows if row["num_looks"] >= 0.2)
+    assert len(num_solved) == 5 and 0 < num_solved.total() < 20
+    for k in (1, 2, 4):  # of all ways to choose k of the four completions, those that have a solved one
+        expected = mean(1 - comb(4 - number, k) / comb(4, k) for number in num_solved.values())
+        assert summary[f"rewards/num_looks/pass@{k}"] == pytest.approx(expected)
