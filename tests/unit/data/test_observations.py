@@ -11,16 +11,31 @@ from rl_vlm.data.observations import BREAK, ObservationRenderer
 from rl_vlm.errors import DataError
 from rl_vlm.types import Sample
 from tests.helpers.builders import noise_image
-from tests.helpers.templates import END, FAMILY, STOPS, TOOL_IMAGES, builder_of, message, renderer_of, turn
+from tests.helpers.templates import (
+    BEGINS,
+    END,
+    FAMILY,
+    STOPS,
+    TEMPLATES,
+    TOOL_IMAGES,
+    builder_of,
+    message,
+    renderer_of,
+    turn,
+)
 from tests.helpers.tiers import in_tiers
 
 FIRST, SECOND = noise_image(32, 24, seed=1), noise_image(48, 32, seed=2)
 
-SPACE_FIRST = {"smolvlm", "idefics3", "llava_next"}
-"""Templates that write a space before a turn, and none in their generation prompt."""
 THOUGHTS_VANISH = {"qwen3_5_nothink", "qwen3_5_think", "qwen3_6", "qwen3_8"}
 """Templates that drop the thoughts of earlier turns after a message of the user, or move their markers."""
 FAST = {"qwen3_vl", "gemma4_v5"}
+
+
+def test_no_template_that_writes_images_is_left_out() -> None:
+    """A template for training is the one of rollouts with marks around turns."""
+    templates = {path.stem: path.read_text() for path in TEMPLATES.glob("*.jinja") if "_training" not in path.stem}
+    assert {name for name, template in templates.items() if re.search(r"['\"]image['\"]", template)} == set(FAMILY)
 
 
 @pytest.mark.parametrize("template", in_tiers(FAMILY, FAST))
@@ -28,8 +43,8 @@ def test_a_trajectory_is_one_rendering_of_its_conversation(template: str, tmp_pa
     builder = builder_of(template, tmp_path)
     renderer, stop = renderer_of(template, builder), STOPS[template][0]
     question, seen = message("user", "image", "Which digit?"), message("user", "Here.", "image")
-    done, text = message("user", "Sure?"), " 7" if template in SPACE_FIRST else "7"
-    turns = [turn(builder, f"{text}{i}", stop) for i in range(2)]
+    done = message("user", "Sure?")
+    turns = [turn(builder, f"{BEGINS.get(template, '')}7{i}", stop) for i in range(2)]
     parts = [
         builder.build(Sample("s", [question], [FIRST], {}, "")),
         renderer.render("o1", [seen], [SECOND], [b"png"], turns[0]),

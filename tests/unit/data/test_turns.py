@@ -12,7 +12,7 @@ from rl_vlm.data.turns import ParsedTurn, TurnFormat
 from rl_vlm.errors import DataError
 from rl_vlm.types import Sample, ToolCall, ToolResult
 from tests.helpers.builders import noise_image
-from tests.helpers.templates import END, FAMILY, GEMMA_4, STOPS, builder_of, message, turn
+from tests.helpers.templates import BEGINS, END, FAMILY, GEMMA_4, LFM, STOPS, builder_of, message, turn
 from tests.helpers.tiers import in_tiers
 
 FIRST, SECOND = noise_image(32, 24, seed=1), noise_image(48, 32, seed=2)
@@ -45,7 +45,7 @@ AS_LFM = "<|tool_call_start|>[crop(x=3, mode='exact')]<|tool_call_end|>"
 """The call as templates write it."""
 SAMPLED = {
     "qwen3_vl": f"Look.\n{AS_JSON}",
-    "lfm2_2_5_vl": f"Look.{AS_LFM}",
+    **dict.fromkeys(LFM, f"Look.{AS_LFM}"),
     "qwen3_5_nothink": f"Look.\n\n{AS_XML}",
     **dict.fromkeys(("qwen3_5_think", "qwen3_6", "qwen3_8"), f"hm\n</think>\n\nLook.\n\n{AS_XML}"),
     **dict.fromkeys(GEMMA_4, AS_GEMMA),
@@ -56,8 +56,8 @@ CALL_STOPS = {
     **{template: "<|tool_response>" if template in GEMMA_4 else END for template in SAMPLED}, "gemma4_v2": "<turn|>"
 }  # fmt: skip
 """The token after a call."""
-IN_TEXT = {"qwen2_5_vl", "gemma3", "smolvlm", "idefics3", "llava_next"}
-"""Templates that write no calls."""
+IN_TEXT = {"qwen2_5_vl", "gemma3", "smolvlm", "idefics3", "llava_next", "muse_glimmer"}
+"""Templates that write no calls, or whose calls only the checkpoint's own response template reads."""
 USER_RESULTS = {"gemma4", "gemma4_v3"}
 """Templates that write calls, and no images in messages of tools."""
 FAST = {"qwen3_vl", "qwen2_5_vl"}
@@ -115,10 +115,10 @@ USER_MESSAGE = message("user", "<tool_response>\nHere", "image", "\n</tool_respo
 def test_a_trajectory_with_a_call_as_text_is_one_rendering(template: str, tmp_path: Path):
     builder = builder_of(template, tmp_path)
     turns = format_of(template, builder)
-    says = " Look." if template in {"smolvlm", "idefics3", "llava_next"} else "Look."
+    says = f"{BEGINS.get(template, '')}Look."
     ids = turn(builder, f"{says}\n{AS_JSON}", STOPS[template][0])
-    parsed = turns.parse(ids)
-    assert parsed == ParsedTurn(f"{says}\n{AS_JSON}", "Look.", (CALL,), None)
+    parsed, read = turns.parse(ids), says.replace("<|message|>", "")
+    assert parsed == ParsedTurn(f"{read}\n{AS_JSON}", read.strip(), (CALL,), None)
     question = message("user", "image", "Which digit?")
     prompt = turns.builder.build(Sample("s", [question], [FIRST], {}, ""))
     observed = turns.observe("o", ids, parsed.calls, [result("Here", "image")], [[SECOND]])
