@@ -86,6 +86,7 @@ FAMILIES: dict[str, Family] = {
         Family(
             "paligemma", TOWER, joins_images=True, row_positions=positions_from_one,
             completion_inputs={"token_type_ids": 1}, first_images_only="its prompts have no turns",
+            caps_logits_since="5.24",
         ),
         Family("aya_vision", TOWER, joins_images=True),
         Family("cohere2_vision", TOWER, joins_images=True),

@@ -104,6 +104,8 @@ class Family:
     own_forward_takes_videos: bool = True
     """Whether transformers' own forward of the model takes videos. Gemma 4's and Kimi's fail. Here they get features
     of videos."""
+    caps_logits_since: str | None = None
+    """The first version of transformers whose own forward bounds logits as the config says, if older ones do not."""
     getters: tuple[str, str] = ("get_image_features", "get_video_features")
     """The functions that the model's own forward calls for features of images, and then for features of videos."""
     stacks_videos: bool = False
@@ -159,6 +161,11 @@ class Family:
         return self.videos is not None and (
             self.videos_since is None or Version(version("transformers")) >= Version(self.videos_since)
         )
+
+    @property
+    def omits_soft_cap(self) -> bool:
+        """Return whether the model's own forward omits the soft cap of logits with the installed transformers."""
+        return self.caps_logits_since is not None and Version(version("transformers")) < Version(self.caps_logits_since)
 
     def prompt_positions(self, model: PreTrainedModel, prompt: Prompt) -> Int[Tensor, "axes prompt_tokens"]:
         """Return the positions of a prompt. They are cached, since rollouts and all passes need them."""

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +24,7 @@ from rl_vlm.model.head import Head, chunked_scores, head_function
 from rl_vlm.model.layout import check_completions, dense_inputs, own_inputs, shared_inputs
 from rl_vlm.model.offloading import ActivationOffloading
 from rl_vlm.model.shared_prefix import attention_layout, setting_of
-from rl_vlm.model.softcap import final_logits
+from rl_vlm.model.softcap import final_logits, with_soft_cap
 from rl_vlm.model.vision import FeatureCache, VisionEncoder
 from rl_vlm.types import Forward, MicroBatch, PolicyOutput, Prompt, Rendered, TowerBackward, pad_split, to_device
 
@@ -145,18 +146,10 @@ class Policy(nn.Module):
             output = self.output_of_rows(batch) + idle
         self.count(batch)
         targets = to_device(torch.cat([c.token_ids for c in batch.completions]), self.device)
-        logprobs, entropies = (
-            self.own_logprobs(output, targets) if self.has_own_head(batch) else self.logprobs(output, targets)
-        )
+        scores = self.own_logprobs if batch.own_forward else self.logprobs
+        logprobs, entropies = scores(output, targets)
         lengths = [len(c.token_ids) for c in batch.completions]
         return PolicyOutput(pad_split(logprobs, lengths), pad_split(entropies, lengths))
-
-    def has_own_head(self, batch: MicroBatch) -> bool:
-        """Return whether the model's own forward computes the logits of a micro-batch, with its LM head.
-
-        Rows of the table say which heads are right, and tests compare them.
-        """
-        return batch.own_forward and self.family.is_derived
 
     def output_of_rows(self, batch: MicroBatch) -> Float[Tensor, "scored values"]:
         """Run one forward. Return the hidden states that predict completion tokens, or the model's own logits."""
@@ -166,13 +159,28 @@ class Policy(nn.Module):
         images = [features[each] for each in rows.rendered if each in features]
         with attention_layout(rows.layout), self.vision.given(images) as image_inputs:
             kwargs = rows.kwargs | image_inputs
-            if self.has_own_head(batch):
-                output = self.transformer(**kwargs, use_cache=False).logits
+            if batch.own_forward:
+                output = self.own_logits(kwargs, rows.predictor_index)
             else:
-                output, _ = run_body(self.transformer, **kwargs, use_cache=False)
+                hidden, _ = run_body(self.transformer, **kwargs, use_cache=False)
+                output = hidden.flatten(0, 1)[rows.predictor_index]
         self.counters["computed_tokens"] += rows.kwargs["input_ids"].numel()
         self.counters["prefix_tokens"] += rows.num_prefix_tokens
-        return output.flatten(0, 1)[rows.predictor_index]
+        return output
+
+    def own_logits(
+        self, kwargs: dict[str, Any], predictor_index: Int[Tensor, " scored"]
+    ) -> Float[Tensor, "scored vocabulary"]:
+        """Compute the logits of the model's own forward for one row, which uses its own LM head.
+
+        Only the last logits of the row are computed if the forward can do so, since a vocabulary is large.
+        """
+        model = self.transformer
+        from_end = predictor_index - kwargs["input_ids"].shape[-1]
+        keeps = "logits_to_keep" in signature(model.forward).parameters
+        kept = {"logits_to_keep": -int(from_end.min())} if keeps else {}
+        logits = model(**kwargs, **kept, use_cache=False).logits[0, from_end]
+        return with_soft_cap(logits, model) if self.family.omits_soft_cap else logits
 
     def own_logprobs(
         self, logits: Float[Tensor, "scored vocabulary"], targets: Int[Tensor, " scored"]

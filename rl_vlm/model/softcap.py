@@ -100,9 +100,13 @@ def final_logits(logits: Tensor, model: PreTrainedModel) -> Tensor:
 
     transformers' own forward of PaliGemma 2 omits the soft cap before 5.24. The forward of Gemma 3 still does.
     """
-    text = model.config.get_text_config()
-    scale, bound = logit_scale(model), getattr(text, "final_logit_softcapping", None)
-    logits = logits if scale == 1 else logits * scale
+    scale = logit_scale(model)
+    return with_soft_cap(logits if scale == 1 else logits * scale, model)
+
+
+def with_soft_cap(logits: Tensor, model: PreTrainedModel) -> Tensor:
+    """Apply the soft cap of the language model's config to logits, if there is one."""
+    bound = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
     return logits if bound is None else soft_capped(logits, bound)
 
 

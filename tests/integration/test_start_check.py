@@ -117,6 +117,17 @@ def test_a_fault_ends_the_run(
     print(fault.__name__, dtype, raised.value)
 
 
+def test_logits_that_are_not_the_models_own_end_the_run(tmp_path: Path) -> None:
+    """Granite divides logits by a number. Its model alone does so, and LLaVA-NeXT over Granite does not."""
+    checkpoint = sharp_checkpoint("llava_next", tmp_path)
+    config = json.loads((checkpoint / "config.json").read_text())
+    config["text_config"] |= {"model_type": "granite", "logits_scaling": 2.0}
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    trainer, groups = trainer_of(checkpoint)
+    with pytest.raises(ModelError, match="Dense rows and the model's own forward differ on this CPU in log-probs by"):
+        trainer.start_check.run(groups)
+
+
 def test_wrong_gradients_of_right_rows_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer, groups = trainer_of(sharp_checkpoint("qwen2_5_vl", tmp_path), sharing="shared")
     use_flex_attention(monkeypatch, half_of_key_gradients)
