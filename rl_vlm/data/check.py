@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -74,16 +74,18 @@ class UsableRows:
     """Bytes of the prompt's text by row, if it may be long."""
     num_pixels: dict[int, int]
     """Pixels of the images by row, if they may be large."""
-    headers: dict[int, tuple[ClipHeader, ...]] = field(default_factory=dict)
-    """Headers of the videos by row."""
 
     @classmethod
     def of_notes(cls, rows: Rows, indices: Sequence[int], notes: Sequence[RowNote]) -> UsableRows:
         """Take the sizes of texts, images and videos from notes."""
-        return cls(
-            rows, list(indices), [], {note.row: note.num_bytes for note in notes},
-            {note.row: note.num_pixels for note in notes}, {note.row: note.headers for note in notes if note.headers},
-        )  # fmt: skip
+        rows = replace(rows, headers={note.row: note.headers for note in notes if note.headers})
+        text_bytes = {note.row: note.num_bytes for note in notes}
+        return cls(rows, list(indices), [], text_bytes, {note.row: note.num_pixels for note in notes})
+
+    @property
+    def headers(self) -> Mapping[int, tuple[ClipHeader, ...]]:
+        """Headers of the videos by row."""
+        return self.rows.headers
 
     @property
     def most_videos(self) -> int:
@@ -127,7 +129,7 @@ class UsableRows:
 
         Raises DataError if the checkpoint's video processor cannot choose the frames of a video.
         """
-        return self.num_pixels.get(row, 0) + self.rows.video_pixels(row, self.headers.get(row, ()))
+        return self.num_pixels.get(row, 0) + self.rows.video_pixels(row)
 
     def largest(self, count: int) -> list[int]:
         """Return `count` rows whose images and videos have the most pixels, and `count` rows with the longest texts."""

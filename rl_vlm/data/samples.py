@@ -7,9 +7,9 @@ load_rows: open_source, choose_columns ─► Rows ─ parse_row ─► ParsedRo
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
 from numbers import Number
@@ -122,6 +122,8 @@ class Rows:
     config: DataConfig
     video_processor: Any = None
     """The video processor of the checkpoint that gets the rows, which chooses the frames of videos, or None."""
+    headers: Mapping[int, tuple[ClipHeader, ...]] = field(default_factory=dict)
+    """Headers of the videos by row, which the check has found. A row whose videos have others now cannot be used."""
 
     def __len__(self) -> int:
         return len(self.sample_ids)
@@ -138,9 +140,10 @@ class Rows:
         found = [read_image(value, folder, limit, f"{where}, column {name}") for name, value in row.images]
         encoded_images = {i: encoded for i, (_, encoded) in enumerate(found) if encoded is not None}
         images, files = [image for image, _ in found], [image_file(value, folder) for _, value in row.images]
+        checked = self.headers.get(index, [None] * len(row.videos))
         videos = [
-            read_video(value, part.video_folder, self.frame_rule, f"{where}, column {name}")
-            for name, value in row.videos
+            read_video(value, part.video_folder, self.frame_rule, f"{where}, column {name}", header)
+            for (name, value), header in zip(row.videos, checked, strict=True)
         ]
         return Sample(
             self.sample_ids[index], row.messages, images, row.columns, row.prompt, encoded_images, files, videos
@@ -172,13 +175,13 @@ class Rows:
         ]
         return replace(parsed, num_pixels=num_pixels, headers=tuple(headers))
 
-    def video_pixels(self, index: int, headers: Sequence[ClipHeader]) -> int:
-        """Return the pixels that the tower gets of the videos of row `index`, by `headers` of `check`.
+    def video_pixels(self, index: int) -> int:
+        """Return the pixels that the tower gets of the videos of row `index`, by their headers.
 
         Raises DataError like `[]` if the checkpoint's video processor cannot choose frames.
         """
         total = 0
-        for number, header in enumerate(headers):
+        for number, header in enumerate(self.headers.get(index, ())):
             try:
                 total += self.frame_rule.num_pixels(header)
             except Exception:

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from rl_vlm.errors import CheckpointError
-from rl_vlm.run.run import train
+from rl_vlm.checkpoint import store
+from rl_vlm.errors import CheckpointError, DataError
+from rl_vlm.run.run import Run, train
 from tests.helpers.resuming import assert_same_run, config_of, resumed, train_until
 from tests.helpers.tiers import in_tiers
 from tests.helpers.video_files import moving_frames, write_video
@@ -39,3 +40,40 @@ def test_a_killed_run_with_videos_is_resumed(
     video.write_bytes(kept)
     train(resumed(killed))
     assert_same_run(tmp_path / "b", tmp_path / "a", last=4)
+
+
+@pytest.mark.parametrize("way", ["damaged", "replaced"])
+def test_a_bad_video_in_mid_run_leaves_a_checkpoint_to_resume_from(
+    way: str, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its header is good, so the check before the run does not find it. It is drawn in the third step."""
+    rows = tmp_path / "mixed" / "train.jsonl"
+    write_mixed_rows(rows)
+    settings: dict[str, Any] = {
+        "dataset_name": str(rows), "num_frames": 4, "shuffle_dataset": False, "prompts_per_step": 4, "max_steps": 3,
+        "save_steps": 0,
+    }  # fmt: skip
+    straight, ended = (config_of("full", tiny_checkpoint, tmp_path / name, **settings) for name in "ab")
+    train(straight)
+    video = rows.parent / "9.mp4"
+    kept = video.read_bytes()
+    write_metrics = Run.write_metrics
+
+    def replace_after_two(run: Run, line: dict[str, Any]) -> None:
+        write_metrics(run, line)
+        if line["step"] == 2:
+            write_video(video, 255 - moving_frames(29, 32, 32))
+
+    reason = "it has changed since the check before the run"
+    with monkeypatch.context() as patch:
+        if way == "replaced":
+            patch.setattr(Run, "write_metrics", replace_after_two)
+        else:
+            third, reason = len(kept) // 3, "the file is damaged"
+            video.write_bytes(kept[:third] + bytes([90]) * 200 + kept[third + 200 :])
+        with pytest.raises(DataError, match=rf"train.jsonl, row 9, column video, 9.mp4: .*{reason}"):
+            train(ended)
+    assert store.complete(tmp_path / "b") == [tmp_path / "b" / "checkpoint-2"]
+    video.write_bytes(kept)
+    train(resumed(ended))
+    assert_same_run(tmp_path / "b", tmp_path / "a", last=3)

@@ -35,16 +35,18 @@ BLOCK, NUM_BLOCKS = 2**16, 16
 PLAYLISTS = (b"#EXTM3U", b"<MPD", b"ffconcat")
 
 
-def read_video(value: Any, folder: Path, rule: FrameRule, where: str) -> Video:
+def read_video(value: Any, folder: Path, rule: FrameRule, where: str, checked: ClipHeader | None = None) -> Video:
     """Decode the frames of a video that `rule` chooses, in the size that the model's tower gets.
 
-    `value` is any value that `video_clip` takes. Raises DataError with a message that begins with `where`.
+    `value` is any value that `video_clip` takes. `checked` is the header that the check before the run has found.
+    Raises DataError with a message that begins with `where`, also if the video has another header now.
     """
     from rl_vlm.types import Video  # imports torch, which a dry run does not need
 
     with media_errors("video", value, where):
         clip = video_clip(value)
         with open_frames(clip, folder, rule.data) as source:
+            refuse_changed(clip_header(source, clip, folder), checked)
             check_header(source.header, clip, rule.data)
             shown = source.timeline
             span = shown.span(clip.start, clip.end)
@@ -79,7 +81,23 @@ def check_video(value: Any, folder: Path, rule: FrameRule, where: str) -> ClipHe
         clip = video_clip(value)
         with open_frames(clip, folder, rule.data) as source:
             check_header(source.header, clip, rule.data)
-            return ClipHeader(source.header, clip.start, clip.end)
+            return clip_header(source, clip, folder)
+
+
+def clip_header(source: FrameSource, clip: Clip, folder: Path) -> ClipHeader:
+    """Read and return the header of a video, and the number of its bytes."""
+    num_bytes = 0
+    for content in contents(clip, folder):
+        if not isinstance(content, np.ndarray) and not isinstance(image_content(content), Image.Image):
+            with open_image(content, folder) as file:
+                num_bytes += file.seek(0, os.SEEK_END)
+    return ClipHeader(source.header, clip.start, clip.end, num_bytes)
+
+
+def refuse_changed(found: ClipHeader, checked: ClipHeader | None) -> None:
+    """Raise ValueError if a video has another header than the check before the run has found."""
+    if checked is not None and found != checked:
+        raise ValueError(f"it has changed since the check before the run. Then: {checked}. Now: {found}.")
 
 
 def video_digest(value: Any, folder: Path, where: str) -> bytes:

@@ -37,6 +37,13 @@ class ClipHeader(NamedTuple):
     start: float | None
     """Second of the file at which the clip starts, or None for the start of the file."""
     end: float | None
+    num_bytes: int
+    """Bytes of the file, or of the files of the frames."""
+
+    def __str__(self) -> str:
+        """Return the text for error messages."""
+        width, height, num_frames, duration = self.header
+        return f"{num_frames} frames of {width} × {height} pixels, {duration:.6g} s, {self.num_bytes} bytes"
 
 
 class FrameSource(ABC):

@@ -1,6 +1,8 @@
 """Rows with videos: columns, marks, layouts of other systems, the check of the data, and digests."""
 
 import json
+import os
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -226,6 +228,36 @@ def test_bad_videos_are_found_before_the_run():
         check_rows(rows, [], Ranks())
 
 
+def test_a_video_that_changes_after_the_check_is_a_bad_row():
+    Path("frames").mkdir()
+    for number, pixels in enumerate(moving_frames(5)):
+        Image.fromarray(pixels).save(f"frames/{number}.png")
+    videos = ["a.mp4", "frames", [f"frames/{number}.png" for number in range(4)]]
+    rows = check_rows(load({"prompt": "?", "videos": videos}), [], Ranks()).rows
+    expected = rows[0].videos
+    os.utime("a.mp4", (1, 1))
+    assert [video.digest for video in rows[0].videos] == [video.digest for video in expected]
+    kept = Path("a.mp4").read_bytes()
+    other = write_video(Path("other.mp4"), 255 - moving_frames(50)).read_bytes()
+    Path("a.mp4").write_bytes(other)
+    size = "50 frames of 64 × 48 pixels, 2 s"
+    message = (
+        "train.jsonl, row 0, column videos, a.mp4: the video cannot be read: it has changed since the check before the "
+        f"run. Then: {size}, {len(kept)} bytes. Now: {size}, {len(other)} bytes."
+    )
+    with pytest.raises(DataError, match=re.escape(message)):
+        rows[0]
+    Path("a.mp4").write_bytes(kept)
+    rows[0]
+    Image.fromarray(moving_frames(6)[5]).save("frames/5.png")
+    with pytest.raises(DataError, match=r"column videos, frames: .* Then: 5 frames .* Now: 6 frames"):
+        rows[0]
+    Path("frames/5.png").unlink()
+    Image.new("RGB", (64, 48)).save("frames/3.png")
+    with pytest.raises(DataError, match=r"column videos, frames: .* it has changed"):
+        rows[0]
+
+
 @pytest.mark.parametrize(
     ("wanted", "form", "is_said"), [("auto", "frames", True), ("frames", "frames", False), ("auto", "native", False)]
 )
@@ -258,7 +290,7 @@ def test_the_pixels_of_a_row_are_those_that_the_checkpoint_makes():
     usable = check_rows(rows, [], Ranks())
     for name in ("Qwen2VL", "Qwen3VL", "Glm46V", "InternVL", "Gemma4"):
         processor = getattr(transformers, f"{name}VideoProcessor")()
-        own = replace(usable, rows=rows.with_frames_of(processor))
+        own = replace(usable, rows=usable.rows.with_frames_of(processor))
         video = own.rows[0].videos[0]
         joined = getattr(processor, "temporal_patch_size", None) or 1
         assert own.pixels_of(0) == video.frames[::joined, ..., 0].size, name
