@@ -103,6 +103,10 @@ class MediumRead(NamedTuple):
     """A hash of the pixels."""
     reader: str
     """Name and version of the software that decoded the pixels."""
+    total_num_frames: int | None = None
+    """`Video.total_num_frames`, or None for an image and in older checkpoints."""
+    duration: float | None = None
+    """`Video.duration`, or None like `total_num_frames`."""
 
     @classmethod
     def of_image(cls, image: Image, path: str | None) -> MediumRead:
@@ -112,15 +116,26 @@ class MediumRead(NamedTuple):
     @classmethod
     def of_video(cls, video: Video) -> MediumRead:
         height, width = video.frames.shape[1:3]
-        return cls("video", video.path, (width, height), video.indices, video.fps, video.digest, video.reader)
+        return cls(
+            "video", video.path, (width, height), video.indices, video.fps, video.digest, video.reader,
+            video.total_num_frames, video.duration,
+        )  # fmt: skip
 
     def is_same(self, other: MediumRead) -> bool:
-        """Return whether both have equal pixels and times. The path and the reader may differ."""
-        return self._replace(path=None, reader="") == other._replace(path=None, reader="")
+        """Return whether both have equal pixels and times. The path and the reader may differ.
+
+        Lengths are ignored if one of them is unknown.
+        """
+        ignored: dict[str, Any] = {"path": None, "reader": ""}
+        if None in (self.duration, other.duration):
+            ignored |= {"total_num_frames": None, "duration": None}
+        return self._replace(**ignored) == other._replace(**ignored)
 
     def __str__(self) -> str:
         """Return the text for error messages."""
         frames = f", frames {', '.join(map(str, self.indices))} at {self.fps:g} per second" if self.indices else ""
+        length = "" if self.duration is None else f", total_num_frames {self.total_num_frames}, {self.duration:g} s"
         reader = f", read with {self.reader}" if self.reader else ""
         width, height = self.size
-        return f"{self.path or 'a value of the row'}{frames}, {width} × {height} pixels, digest {self.digest}{reader}"
+        pixels = f"{width} × {height} pixels, digest {self.digest}"
+        return f"{self.path or 'a value of the row'}{frames}{length}, {pixels}{reader}"

@@ -1,5 +1,6 @@
 """A checkpoint knows the pixels of prompts that wait: another file, or other frames of it, are an error."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from PIL import Image
 
 from rl_vlm.config.schema import DataConfig
@@ -67,12 +69,12 @@ def test_another_file_is_an_error_that_names_both():
     now = read()
     with pytest.raises(CheckpointError, match="sample a has another video than when its completions") as error:
         restored(saved, now)
-    path, pixels = Path("a.mp4").absolute(), r"frames 0, 16, 33, 49 at 25 per second, 64 × 48 pixels, digest"
+    path, pixels = Path("a.mp4").absolute(), "frames 0, 16, 33, 49 at 25 per second, total_num_frames 50, 2 s, 64 × 48"
     reader = saved.videos[0].reader
     assert reader.startswith("FFmpeg ")
     for when, sample in (("Then", saved), ("Now", now)):
         digest = sample.videos[0].digest
-        assert f"{when}: {path}, {pixels} {digest}, read with {reader}." in str(error.value)
+        assert f"{when}: {path}, {pixels} pixels, digest {digest}, read with {reader}." in str(error.value)
 
 
 def test_other_frames_or_times_are_an_error():
@@ -81,6 +83,35 @@ def test_other_frames_or_times_are_an_error():
     saved = read()
     with pytest.raises(CheckpointError, match=r"at 25 per second.* at 50 per second"):
         restored(saved, replace(saved, videos=[replace(saved.videos[0], fps=50.0)]))
+
+
+def test_another_length_is_an_error():
+    """The processors of some models read it. Qwen2-VL's takes frames 0, 5, 10 and 15 of 20 and of 21 frames."""
+    folder = Path("frames")
+    folder.mkdir()
+    for number, pixels in enumerate(FRAMES[:20]):
+        Image.fromarray(pixels).save(folder / f"{number}.png")
+    rows = {"id": "a", "prompt": "?", "video": "frames"}
+    Path("train.jsonl").write_text(json.dumps(rows) + "\n")
+    loaded = load_rows(DataConfig(dataset_name="train.jsonl", num_frames=4), "train")
+    loaded = loaded.with_frames_of(transformers.Qwen2VLVideoProcessor())
+    saved = loaded[0]
+    Image.fromarray(FRAMES[20]).save(folder / "20.png")
+    now = loaded[0]
+    assert saved.videos[0].indices == now.videos[0].indices == (0, 5, 10, 15)
+    assert saved.videos[0].digest == now.videos[0].digest
+    with pytest.raises(CheckpointError, match=r"total_num_frames 20, 10 s.* total_num_frames 21, 10.5 s"):
+        restored(saved, now)
+
+
+def test_a_checkpoint_without_lengths_is_restored():
+    sample = read()
+    state = prompt_state(DRAW, prompt_of(sample))
+    state["reads"] = [each[:7] for each in state["reads"]]
+    prompt_from_state(state, Rebuilder(lambda draw: prompt_of(sample)))
+    state["reads"][1] = [*state["reads"][1][:5], "another", *state["reads"][1][6:]]
+    with pytest.raises(CheckpointError, match=r"Then: .* digest another"):
+        prompt_from_state(state, Rebuilder(lambda draw: prompt_of(sample)))
 
 
 def test_another_image_is_an_error():
