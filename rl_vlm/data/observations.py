@@ -15,6 +15,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakValueDictionary
 
@@ -97,10 +98,18 @@ class ObservationRenderer:
             raise DataError(f"{name}: the model's chat template leaves out the images of the observation.")
         if videos:
             self.builder.check_tokens(text, images, videos, name)
-        start = len(self.builder.part(anchor, ())[0]) if anchor else shared_length(turn, token_ids.tolist())
+        if anchor:
+            start = len(self.builder.part(anchor, ())[0])
+        else:
+            start = self.num_before + shared_length(turn, token_ids[self.num_before :].tolist())
         token_inputs = {key: values[start:] for key, values in token_inputs.items()}
         unexpanded = self.unexpanded_ids(anchor, text, turn) if media else ()
         return Observation(name, token_ids[start:], token_inputs, mm_inputs, tuple(files), unexpanded)
+
+    @cached_property
+    def num_before(self) -> int:
+        """The number of tokens that the processor writes before any text: Llama 3.2 Vision's writes a start token."""
+        return len(self.builder.part(self.stops[0], ())[0]) - 1
 
     def unexpanded_ids(self, anchor: str, text: str, turn: Sequence[int]) -> tuple[int, ...]:
         """Return the tokens of a text that follows a turn, with one placeholder per image and video."""

@@ -201,11 +201,12 @@ class TemplateTrial:
         token = image_token_id(self.builder.processor)
         return int((token_ids == token).sum()) if token is not None else 0
 
-    def _prompt_ids(self, picture: Image) -> Any:
-        """Return the tokens of a prompt with an image."""
-        content = [{"type": "text", "text": "tried"}, {"type": "image"}]
-        text = self.builder.templated([{"role": "user", "content": content}], [picture], tokenize=False)
-        return self.builder.part(text, [picture])[0]
+    def _prompt_ids(self, *pictures: Image) -> Any:
+        """Return the tokens of a prompt with images. Before the last one is a text."""
+        *before, last = ({"type": "image"} for _ in pictures)
+        content = [*before, {"type": "text", "text": "tried"}, last]
+        text = self.builder.templated([{"role": "user", "content": content}], pictures, tokenize=False)
+        return self.builder.part(text, pictures)[0]
 
     @property
     def notes(self) -> list[str]:
@@ -219,7 +220,18 @@ class TemplateTrial:
             notes.append(
                 "earlier thoughts stay in the context as they were sampled, although this chat template would drop them"
             )
+        if self.takes_images and self._counts_images():
+            notes.append("the processor counts images, and begins again with each observation")
         return notes
+
+    def _counts_images(self) -> bool:
+        """Return whether an image is written in another way after another image, such as with a number."""
+        decode, picture = self.builder.processor.tokenizer.decode, tried_image()
+        try:
+            first, second = (decode(self._prompt_ids(*[picture] * number)) for number in (1, 2))
+        except REFUSALS:  # of more than one image
+            return False
+        return first.partition("tried")[2] != second.partition("tried")[2]
 
     def _drops_thought(self, message: Message) -> bool:
         """Return whether the template leaves out the thought of an earlier turn."""

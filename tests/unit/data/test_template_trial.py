@@ -32,6 +32,7 @@ ATEM = (
 GEMMA = "tools: calls as call:… between <|tool_call> and <tool_call|>, results as "
 STAY = "earlier thoughts stay in the context as they were sampled, although this chat template would drop them"
 PRESERVE = "preserve_thinking: true in chat_template_kwargs"
+COUNTS = "the processor counts images, and begins again with each observation"
 CHOSEN = {
     "qwen2_5_vl": TEXT,
     "gemma3": TEXT,
@@ -351,7 +352,8 @@ def test_each_family_has_a_form_or_is_refused(family: str, tmp_path: Path):
             choose(builder, [tokenizer.eos_token], takes_images=takes_images)
         return
     turns = choose(builder, [tokenizer.eos_token], takes_images=takes_images)
-    assert turns.description == TEXT
+    counts_images = family in {"minicpmv4_6", "minicpmv4_7"}
+    assert turns.description == (f"{TEXT}; {COUNTS}" if counts_images else TEXT)
     picture = noise_image(48, 32, seed=1)
     text = '<tool_call>{"name": "crop", "arguments": {"text": "a"}}</tool_call>'
     ids = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
@@ -362,6 +364,19 @@ def test_each_family_has_a_form_or_is_refused(family: str, tmp_path: Path):
     found = turns.observe("o", ids, parsed.calls, [ToolResult(content, (png(picture),) * takes_images)], [pictures])
     assert found.num_images == takes_images and bool(found.mm_inputs) == takes_images
     assert (len(found.token_ids) > len(found.unexpanded_ids) > 0) or not takes_images
+    question = message("user", "image", "Which digit?")
+    prompt = turns.builder.build(Sample("s", [question], [noise_image(32, 24, seed=2)], {}, ""))
+    seen = message("user", "<tool_response>\nHere", *["image"] * takes_images, "\n</tool_response>")
+    conversation, shown = [question, message("assistant", text), seen], [*prompt.sample.images, *pictures]
+    whole = turns.builder.templated(conversation, shown, tokenize=False)
+    expected = turns.builder.part(whole, shown)[0].tolist()
+    trajectory = [*prompt.token_ids.tolist(), *ids, *found.token_ids.tolist()]
+    if counts_images:  # the trajectory has the number of the first image twice
+        assert trajectory != expected
+        whole, text = tokenizer.decode(expected), tokenizer.decode(trajectory)
+        assert text == whole.replace("<image_id>1</image_id>", "<image_id>0</image_id>")
+    else:
+        assert trajectory == expected
 
 
 def test_the_call_that_is_tried_fits_its_schema():
