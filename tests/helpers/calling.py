@@ -105,10 +105,20 @@ class Steps:
         return [{"type": "text", "text": f"Grey {self.shade}"}, {"type": "image", "image": grey(self.shade, 16, 16)}]
 
 
+class Mute(Exception):
+    """An exception that cannot say what went wrong."""
+
+    def __str__(self) -> str:
+        raise KeyError("message")
+
+
 class Faulty(Shades):
     """Fails in one of many ways now and then."""
 
     random = np.random.default_rng(0)
+
+    def __init__(self) -> None:
+        self.canvas = grey(0, 16, 16)
 
     def reset(self, solution: str, seed: int, **columns: Any) -> Any:
         started = super().reset(solution, seed)
@@ -144,7 +154,15 @@ class Faulty(Shades):
             raise ValueError("a grey has no colour")
         if kind == 7:
             return {"neither": "text", "nor": [1, 2, 3]}
-        return super().look(shade)
+        if kind == 8:
+            raise FileNotFoundError("caf\udcff.png")
+        if kind == 9:
+            raise Mute
+        seen = super().look(shade)
+        if kind == 10:
+            seen[1]["image"] = self.canvas
+        self.canvas[:] = shade  # the canvas that an earlier call has shown
+        return seen
 
 
 class OftenDown(Shades):

@@ -22,15 +22,9 @@ from rl_vlm.rollout.environments.instances import Instances
 from rl_vlm.rollout.environments.loading import kind_of, load_toolbox
 from rl_vlm.rollout.environments.turns import TurnLimits
 from rl_vlm.types import Completion, Group, Observation, RolloutRequest, Sample, Sampling
+from tests.helpers.calling import Mute
 from tests.helpers.scripted import Script, ScriptedEngine, call, grey
 from tests.helpers.templates import END, STOPS, builder_of
-
-
-class Mute(Exception):
-    """An exception that cannot say what went wrong."""
-
-    def __str__(self) -> str:
-        raise KeyError("message")
 
 
 class Game:
