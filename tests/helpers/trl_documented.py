@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from itertools import cycle
 
 from PIL import Image
 
@@ -210,3 +211,83 @@ class CatchEnv:
 
     def get_reward(self) -> float:
         return self.reward
+
+
+class Client:
+    """Stands for a client of OpenEnv, whose server keeps the state of an episode."""
+
+    def __init__(self, base_url: str) -> None:
+        self.base_url = base_url
+
+    def reset(self) -> str:
+        self.actions: list[str] = []
+        return "Ready."
+
+    def step(self, action: str) -> tuple[str, float]:
+        """What is observed, and the reward."""
+        self.actions.append(action)
+        return f"Echo: {action}", len(action) * 0.1
+
+
+ECHO_URL = "http://localhost:8001"
+
+
+class EchoToolEnv:
+    def __init__(self):
+        self.env = Client(base_url=ECHO_URL)
+        self.reward = 0.0
+
+    def reset(self, **kwargs) -> None:
+        self.env.reset()
+        self.reward = 0.0
+
+    def echo(self, message: str) -> str:
+        """
+        Echo the message back from the environment.
+
+        Args:
+            message: The message to echo.
+
+        Returns:
+            The echoed message.
+        """
+        observation, self.reward = self.env.step(message)
+        return observation
+
+
+def echo_reward(environments, **kwargs) -> list[float]:
+    return [environment.reward for environment in environments]
+
+
+class DrivingEnv:
+    """Each instance takes the next of a fixed list of servers, and shows what a camera sees."""
+
+    urls = cycle(f"http://localhost:{port}" for port in range(9000, 9008))
+
+    def __init__(self):
+        self.client = Client(base_url=next(DrivingEnv.urls))
+
+    def reset(self, **kwargs) -> list[dict]:
+        self.client.reset()
+        return self._camera("You drive towards a crossing.")
+
+    def turn(self, lane: str) -> list[dict]:
+        """
+        Change the lane, and look through the camera.
+
+        Args:
+            lane: Either "left" or "right".
+
+        Returns:
+            What the camera sees.
+        """
+        if self.client.actions:
+            raise ValueError("The episode is over.")
+        return self._camera(self.client.step(lane)[0])
+
+    def _camera(self, text: str) -> list[dict]:
+        shade = 40 * len(self.client.actions)
+        return [{"type": "image", "image": Image.new("RGB", (32, 32), (shade, 0, 0))}, {"type": "text", "text": text}]
+
+    def get_reward(self) -> float:
+        return 1.0 if self.client.actions == ["left"] else 0.0

@@ -89,6 +89,17 @@ CASES = {
         ],
         environment="CatchEnv", num_images=12 + 8, calls=6 / 4,
     ),
+    "echo": Case(
+        [[call("echo", message="hi"), "Said."], [call("echo", message="hello"), "Said."], ["."], [call("echo"), "."]],
+        ["echo_reward"], environment="EchoToolEnv", calls=3 / 4,
+    ),
+    "driving": Case(
+        [
+            [call("turn", lane="left"), "Safe."], [call("turn", lane="right"), call("turn", lane="left"), "Late."],
+            ["Straight on."], [call("turn", lane="right"), "Hit."],
+        ],
+        environment="DrivingEnv", num_images=8 + 6, calls=4 / 4,
+    ),
 }  # fmt: skip
 """The examples of TRL's documentation."""
 
@@ -207,6 +218,8 @@ def test_documented_tools_and_environments_run_where_trl_refuses(template: str, 
     assert expected["dataset and functions"] == [1.3, 4.5, 0.1, 7.3] * 2
     assert expected["coding and game"] == [1.0, 0.0, 0.0, 0.0, 0.5, 1.0, 0.0, 0.0]
     assert expected["wordle"] == [1.0, 0.6, 0.0, 0.6, 0.4, 0.2, 0.0, 1.0]
+    assert expected["echo"] == [0.2, 0.5, 0.0, 0.0] * 2
+    assert expected["driving"] == [1.0, 0.0, 0.0, 0.0] * 2
     assert expected["catch"] == [1.0, 0.5, 0.75, 0.0] * 2
 
 
