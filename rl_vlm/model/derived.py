@@ -157,9 +157,9 @@ def names_used(model: nn.Module, *functions: str) -> set[str]:
         if "video" in name or AUDIO.search(name):
             continue
         for owner in own_classes(model):
-            function = owner.__dict__.get(name)
-            function = unwrap(function.fget if isinstance(function, property) else function)
-            if isfunction(function):
+            found: Any = owner.__dict__.get(name)
+            getter: Any = found.fget if isinstance(found, property) else found
+            if isfunction(function := unwrap(getter)):
                 todo += names_in(function.__code__)
     return used
 
