@@ -351,7 +351,7 @@ RARE: dict[str, TinyFamily] = {
         GEMMA["gemma3"].after_init,
     ),
     "gemma3n": TinyFamily(
-        tuple(GEMMA3N_NAMES.values()), gemma3n_config, gemma3n_processor,
+        (*GEMMA3N_NAMES.values(), "\n", "\n\n", "\n\n\n", "\n\n\n\n"), gemma3n_config, gemma3n_processor,
         {f"{name}_token": token for name, token in GEMMA3N_NAMES.items()}, LLAVA["fast_vlm"].after_init,
     ),
     "deepseek_ocr2": TinyFamily((IMAGE,), deepseek_ocr2_config, deepseek_ocr2_processor),
