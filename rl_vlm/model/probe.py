@@ -1,18 +1,24 @@
-"""A probe of a model's gradients that does not depend on how completions are laid out in rows.
+"""Probes of a model's gradients that do not depend on how completions are laid out in rows.
 
 One vector is added to the embedding of each token. Its gradient is a sum over all tokens, and it passes through every
-layer. So a prompt that is computed once has the same gradient as copies of it. No weight gets a gradient, and no rank
-waits for the gradients of another.
+layer. So a prompt that is computed once has the same gradient as copies of it. A few trained weights are probed as
+well. No weight keeps a gradient, and no rank waits for the gradients of another.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from rl_vlm.model.family import Family
+
+IN_LAYER = re.compile(r".*?\.\d+\.")
+"""Name of the outermost numbered module that a weight is in."""
 
 
 def weights_behind(output: Tensor) -> set[int]:
@@ -27,6 +33,22 @@ def weights_behind(output: Tensor) -> set[int]:
             found.add(id(node.variable))
         nodes += [each for each, _ in node.next_functions]
     return found
+
+
+def probed_weights(model: nn.Module, family: Family) -> dict[str, nn.Parameter]:
+    """Return up to three trained matrices by name: the first of the first layer, of the last layer, and a `lora_A`.
+
+    Layers are the language model's if any of them is trained. A new adapter's `lora_A` has a gradient of 0, so that of
+    a layer is its `lora_B`.
+    """
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad and p.ndim == 2}
+    layers = {name: found.group() for name in trained if (found := IN_LAYER.match(name))}
+    of_text = {name: layer for name, layer in layers.items() if not name.startswith(family.vision_prefixes)}
+    layers = of_text or layers
+    inner = [name for name in layers if "lora_A" in name]
+    others = [name for name in layers if name not in inner]
+    of_last = [name for name in others if layers[name] == layers[others[-1]]]
+    return {name: trained[name] for name in (*others[:1], *of_last[:1], *inner[-1:])}
 
 
 @contextmanager

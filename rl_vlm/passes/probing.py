@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rl_vlm.algorithm.logprobs import store_logprobs
-from rl_vlm.model.probe import probed_embeddings, weights_behind
+from rl_vlm.model.probe import probed_embeddings, probed_weights, weights_behind
 from rl_vlm.passes.checked_groups import taken
 from rl_vlm.passes.proof import Probe, rms
 from rl_vlm.passes.rounds import Rounds
@@ -42,10 +42,11 @@ class Probing:
         one_at_a_time: bool = False,
         rounding: float = 0.0,
     ) -> Probe:
-        """Compute log-probs of the groups, and a gradient if `has_gradient`. Weights get no gradient.
+        """Compute log-probs of the groups, and gradients if `has_gradient`. No weight keeps its gradient.
 
         `sharing` is how rows are laid out. With `one_at_a_time`, each forward has one completion. Embeddings are
-        multiplied by 1 ± `rounding`.
+        multiplied by 1 ± `rounding`. If ranks communicate within forwards, no rank has whole weights, and the gradient
+        of embeddings is the only one.
         """
         policy, budget, weights, vision_apart = self.rounds.policy, 0 if one_at_a_time else None, set[int](), False
         with (
@@ -53,7 +54,10 @@ class Probing:
             self.apart(sharing),
             probed_embeddings(policy.transformer, rounding) as vector,
         ):
-            gradient = torch.zeros_like(vector)
+            probed = {"embeddings": vector}
+            if has_gradient and not self.together:
+                probed |= probed_weights(policy.transformer, policy.family)
+            gradients = {name: torch.zeros_like(tensor, dtype=torch.float32) for name, tensor in probed.items()}
             for work in self.schedule(groups, sharing, budget):
                 batch = work.forward.batch
                 with self.rounds.running(work):
@@ -61,10 +65,11 @@ class Probing:
                     if has_gradient:
                         weights |= weights_behind(logprobs_NT)
                         vision_apart |= any(subgroup.vision_apart for subgroup in batch.subgroups)
-                        gradient += torch.autograd.grad(signed_sum(batch, logprobs_NT), vector)[0]
+                        add_gradients(gradients, signed_sum(batch, logprobs_NT), probed)
                 if not batch.is_dummy:
                     store_logprobs(batch, logprobs_NT.detach().float(), Stage.OLD_LOGPROBS)
-        return Probe(torch.cat(taken(groups)), gradient.cpu(), frozenset(weights), vision_apart)
+        on_host = {name: gradient.cpu() for name, gradient in gradients.items()}
+        return Probe(torch.cat(taken(groups)), on_host, frozenset(weights), vision_apart)
 
     @torch.no_grad()
     def logprobs(self, groups: Sequence[ScoredGroup], way: Way) -> list[Tensor]:
@@ -124,6 +129,14 @@ class CheckedRows:
     def logprobs(self, way: Way) -> Tensor:
         """Return the log-probs of all completions, one after the other."""
         return torch.cat(self.of_completions(way))
+
+
+def add_gradients(gradients: dict[str, Tensor], output: Tensor, inputs: dict[str, Tensor]) -> None:
+    """Add the gradients of a scalar, by name. Inputs that it does not depend on have a gradient of 0."""
+    found = torch.autograd.grad(output, list(inputs.values()), allow_unused=True)
+    for total, gradient in zip(gradients.values(), found, strict=True):
+        if gradient is not None:
+            total += gradient
 
 
 def one_by_one(groups: Sequence[ScoredGroup]) -> list[Round]:

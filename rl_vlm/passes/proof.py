@@ -5,8 +5,9 @@ Bounds are multiples of the differences between dense rows if only the batch cha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import inf, isnan
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -19,6 +20,8 @@ MARGIN = 10.0
 """Bounds are this many times the differences between dense rows."""
 SMALLEST_BOUND = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 """Smallest relative bound, by precision."""
+WORST = 5.0
+"""The smallest bound of a single token is this many times that of the root mean square over all tokens."""
 ROWS = "the first rows"
 AGAIN = "dense rows and the same rows once more"
 OWN_FORWARD = "dense rows and the model's own forward"
@@ -44,6 +47,11 @@ class Comparison:
     def holds(self) -> bool:
         """Return whether the difference is within its bound, or above it if the values must differ. NaN is neither."""
         return self.difference > self.bound if self.unlike else self.difference <= self.bound
+
+    @property
+    def excess(self) -> float:
+        """Return how many times the bound the difference is. NaN is infinitely many."""
+        return inf if isnan(self.difference) else self.difference / self.bound
 
     def __str__(self) -> str:
         return f"{self.name} by {self.difference:.1e} ({'above' if self.unlike else 'bound'} {self.bound:.1e})"
@@ -80,11 +88,12 @@ class ProofCheck:
 
 
 class Probe(NamedTuple):
-    """Log-probs of all tokens of some groups, and the gradient of a sum of them, in host memory and float32."""
+    """Log-probs of all tokens of some groups, and gradients of a sum of them, in host memory and float32."""
 
     logprobs: Tensor
-    gradient: Tensor
-    """Gradient with respect to a vector that is added to all embeddings. It does not depend on the layout of rows."""
+    gradients: dict[str, Tensor]
+    """By name, the gradients of a vector that is added to all embeddings, and of a few trained weights. They do not
+    depend on the layout of rows."""
     weights: frozenset[int] = frozenset()
     """The `id`s of the weights that the log-probs depend on."""
     vision_apart: bool = False
@@ -101,17 +110,40 @@ class Expected:
 
     @property
     def is_finite(self) -> bool:
-        return bool(self.dense.logprobs.isfinite().all() and self.dense.gradient.isfinite().all())
+        return all(bool(each.isfinite().all()) for each in (self.dense.logprobs, *self.dense.gradients.values()))
 
     def equal(self, found: Probe) -> tuple[Comparison, ...]:
-        """Compare log-probs and gradients with dense rows."""
-        return tuple(compare(found, self.dense, self.others, self.smallest_bound))
+        """Compare log-probs, and the gradient that differs most from its bound, with dense rows."""
+        gradients = []
+        for name, expected in self.dense.gradients.items():
+            of_dense = [gradient_difference(each.gradients[name], expected) for each in self.others]
+            difference = gradient_difference(found.gradients[name], expected)
+            gradients.append(
+                Comparison(f"the gradient of {name}", difference, self.bound(of_dense, self.smallest_bound))
+            )
+        worst = max(gradients, key=lambda each: each.excess)
+        return *self.equal_logprobs(found.logprobs, self.dense.logprobs), worst
+
+    def bound(self, of_dense: Sequence[float], smallest: float) -> float:
+        """Return the bound for differences that dense rows have among themselves."""
+        return max(smallest, MARGIN * max(of_dense))
 
     def equal_logprobs(self, found: Tensor, expected: Tensor) -> tuple[Comparison, ...]:
-        """Compare log-probs of the same tokens under the bound of all dense rows."""
-        rounding = max(logprob_difference(each.logprobs, self.dense.logprobs) for each in self.others)
-        bound = max(self.smallest_bound, MARGIN * rounding)
-        return (Comparison("log-probs", logprob_difference(found, expected), bound),)
+        """Compare log-probs of the same tokens under the bounds of all dense rows: over all tokens, and the worst."""
+
+        def bound(difference: Callable[[Tensor, Tensor], float], smallest: float) -> float:
+            return self.bound([difference(each.logprobs, self.dense.logprobs) for each in self.others], smallest)
+
+        return (
+            Comparison(
+                "log-probs", logprob_difference(found, expected), bound(logprob_difference, self.smallest_bound)
+            ),
+            Comparison(
+                "the worst log-prob",
+                worst_difference(found, expected),
+                bound(worst_difference, WORST * self.smallest_bound),
+            ),
+        )
 
 
 @dataclass
@@ -130,33 +162,24 @@ class Proof:
         return {"checks": checks, "fallback": self.fallback, "joins_images": self.joins_images}
 
 
-def compare(shared: Probe, dense: Probe, others: Sequence[Probe], smallest_bound: float) -> list[Comparison]:
-    """Compare the probes of shared and dense rows. `others` are the same dense rows, computed in other ways."""
-
-    def bound(of_dense: Sequence[float]) -> float:
-        return max(smallest_bound, MARGIN * max(of_dense))
-
-    logprobs = [logprob_difference(each.logprobs, dense.logprobs) for each in (shared, *others)]
-    gradients = [gradient_difference(each, dense) for each in (shared, *others)]
-    return [
-        Comparison("log-probs", logprobs[0], bound(logprobs[1:])),
-        Comparison("the norm of a gradient", gradients[0], bound(gradients[1:])),
-    ]
-
-
 def logprob_difference(a: Tensor, b: Tensor) -> float:
     """Return the root mean square of the differences, divided by the root mean square of `b`, or by 1 if larger."""
     return rms(a - b) / max(rms(b), 1.0)
+
+
+def worst_difference(a: Tensor, b: Tensor) -> float:
+    """Return the largest difference of a token, divided by the root mean square of `b`, or by 1 if larger."""
+    return (a - b).abs().max().item() / max(rms(b), 1.0)
 
 
 def rms(values: Tensor) -> float:
     return values.square().mean().sqrt().item()
 
 
-def gradient_difference(a: Probe, b: Probe) -> float:
-    """Return the difference of the gradients' norms, relative to the norm of `b`."""
-    expected = b.gradient.norm().item()
-    return abs(a.gradient.norm().item() - expected) / expected if expected else 0.0
+def gradient_difference(a: Tensor, b: Tensor) -> float:
+    """Return the norm of the difference of two gradients, relative to the norm of `b`. Gradients of 0 are equal."""
+    difference, expected = (a - b).norm().item(), b.norm().item()
+    return difference / expected if expected else float(difference != 0)
 
 
 def device_name(device: torch.device) -> str:

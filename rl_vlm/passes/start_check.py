@@ -6,7 +6,7 @@ A few of the first completions, shortened, are computed in several ways:
     dense rows, one at a time, or with rounded embeddings ─► their own rounding, and so the bounds
     0  the same rows once more          equal: nothing is random, such as dropout
     1  the model's own forward          equal: positions, masks and images are the model's
-    2  shared rows                      equal, log-probs and a gradient: each prompt is computed once
+    2  shared rows                      equal, log-probs and gradients: each prompt is computed once
     3  with other images                unlike: pixels arrive
        with the prompt of another row   unlike: prompts arrive
        beside other completions         equal: nothing leaks

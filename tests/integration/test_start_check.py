@@ -8,15 +8,19 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 
 from rl_vlm.errors import ModelError
 from rl_vlm.log.starts import read_starts
+from rl_vlm.model import policy as policy_module
+from rl_vlm.model.lora_linear import LoraProduct
+from rl_vlm.model.policy import Policy
 from rl_vlm.passes import probing
 from rl_vlm.passes.checked_groups import ALL, CheckedSize, chosen, of_other_lengths
 from rl_vlm.passes.proof import AGAIN, GRADIENTS, OTHER_IMAGES, OTHER_PROMPTS, OWN_FORWARD, ROLLOUTS, SHARED, SIBLINGS
 from rl_vlm.run.run import train
 from rl_vlm.trainer import Trainer
-from rl_vlm.types import ScoredGroup
+from rl_vlm.types import Forward, MicroBatch, PolicyOutput, ScoredGroup
 from tests.helpers.builders import make_groups, make_policy, noise_image, sharp_checkpoint
 from tests.helpers.family_parity import DENSE_ALONE
 from tests.helpers.flex_on_cpu import (
@@ -128,10 +132,95 @@ def test_logits_that_are_not_the_models_own_end_the_run(tmp_path: Path) -> None:
         trainer.start_check.run(groups)
 
 
+@pytest.fixture
+def is_shared(monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
+    """Whether the last forward had shared rows."""
+    made: list[str] = []
+    for name in ("shared_inputs", "dense_inputs"):
+        function = getattr(policy_module, name)
+        monkeypatch.setattr(
+            policy_module, name, lambda *args, name=name, function=function: made.append(name) or function(*args)
+        )
+    return lambda: made[-1] == "shared_inputs"
+
+
+def test_gradients_of_another_direction_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_shared: Callable[[], bool]
+) -> None:
+    """All gradients of shared rows are negated, so that their norms are right."""
+    trainer, groups = trainer_of(sharp_checkpoint("qwen2_5_vl", tmp_path), sharing="shared")
+    hidden = Policy.output_of_rows
+
+    def negated(policy: Policy, batch: MicroBatch) -> Tensor:
+        output = hidden(policy, batch)
+        return 2 * output.detach() - output if is_shared() else output
+
+    monkeypatch.setattr(Policy, "output_of_rows", negated)
+    with pytest.raises(ModelError, match=r"differ on this CPU in the gradient of \S+ by 2\.0e\+00"):
+        trainer.start_check.run(groups)
+
+
+@pytest.mark.parametrize("factor", ["lora_A", "lora_B"])
+def test_wrong_gradients_of_an_adapter_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_shared: Callable[[], bool], factor: str
+) -> None:
+    """All other gradients of shared rows are right."""
+    trainer, groups = trainer_of(sharp_checkpoint("qwen2_5_vl", tmp_path), sharing="shared", use_peft=True)
+    at, backward = {"lora_A": 3, "lora_B": 4}[factor], LoraProduct.backward
+
+    def wrong(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        found = list(backward(ctx, *gradients))
+        if is_shared() and found[at] is not None:
+            found[at] = torch.as_tensor(found[at]).flip(0)
+        return tuple(found)
+
+    monkeypatch.setattr(LoraProduct, "backward", staticmethod(wrong))
+    with pytest.raises(ModelError, match=rf"differ on this CPU in the gradient of \S+{factor}\S+ by") as raised:
+        trainer.start_check.run(groups)
+    assert "log-prob" not in str(raised.value).split(". Each bound")[0]
+
+
+def test_a_wrong_gradient_of_a_weight_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_shared: Callable[[], bool]
+) -> None:
+    """The queries of the first layer, in shared rows alone."""
+    trainer, groups = trainer_of(sharp_checkpoint("qwen2_5_vl", tmp_path), sharing="shared")
+    layer: Any = trainer.policy.transformer.model.language_model.layers[0].self_attn.q_proj
+
+    def forward(x: Tensor) -> Tensor:
+        weight = 2 * layer.weight.detach() - layer.weight if is_shared() else layer.weight
+        return torch.nn.functional.linear(x, weight, layer.bias)
+
+    monkeypatch.setattr(layer, "forward", forward)
+    with pytest.raises(
+        ModelError, match=r"in the gradient of model\.language_model\.layers\.0\.self_attn\.q_proj\.weight"
+    ):
+        trainer.start_check.run(groups)
+
+
+def test_a_wrong_first_token_ends_the_run_in_bfloat16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over all tokens the difference is small."""
+    checkpoint = sharp_checkpoint("qwen2_5_vl", tmp_path)
+    groups = make_groups(checkpoint, [([noise_image(64, 48, seed=1)], [128, 128, 128])])
+    trainer = make_trainer(make_policy(checkpoint, dtype="bfloat16"), groups, prefix_sharing="shared")
+    score = Policy.score
+
+    def wrong(policy: Policy, work: Forward) -> PolicyOutput:
+        output = score(policy, work)
+        if not work.batch.shared:
+            return output
+        first = torch.nn.functional.one_hot(torch.tensor(0), output.logprobs_NT.shape[1])
+        return output._replace(logprobs_NT=output.logprobs_NT + 0.5 * first)
+
+    monkeypatch.setattr(Policy, "score", wrong)
+    with pytest.raises(ModelError, match="rows differ on this CPU in the worst log-prob by"):
+        trainer.start_check.run(groups)
+
+
 def test_wrong_gradients_of_right_rows_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer, groups = trainer_of(sharp_checkpoint("qwen2_5_vl", tmp_path), sharing="shared")
     use_flex_attention(monkeypatch, half_of_key_gradients)
-    with pytest.raises(ModelError, match="differ on this CPU in the norm of a gradient by"):
+    with pytest.raises(ModelError, match="differ on this CPU in the gradient of"):
         trainer.start_check.run(groups)
 
 
