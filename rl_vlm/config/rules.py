@@ -188,6 +188,8 @@ UNREAD = (
     unread("lora_r lora_alpha lora_target_modules lora_exclude_modules init_lora_weights use_rslora",
            lambda run: not run.model.use_peft,
            "without `use_peft`: no adapter is added", "set `use_peft: true`"),
+    unread("verify_length", lambda run: run.model.verify != "full",
+           "without `verify: full`: no completion is made up", "set `verify: full`"),
     unread("bnb_4bit_quant_type use_bnb_nested_quant", lambda run: not run.model.load_in_4bit,
            "without `load_in_4bit`: weights are not quantized", "set `load_in_4bit: true`"),
     unread("dataset_train_split", lambda run: run.data.dataset_name is None,

@@ -85,6 +85,9 @@ class ModelConfig(Section):
     forward, that images and prompts arrive, that nothing leaks, and that trained weights have gradients. The run goes
     on with a slower way if shared rows are not proven, and ends if something else is wrong. `full` takes all
     completions of the first step, and makes up longer ones."""
+    verify_length: int | None = Field(default=None, ge=1)
+    """Tokens of the longest completion that `verify: full` makes up, if more than 512. Default:
+    `rollout.max_completion_length`."""
     freeze_vision_tower: bool = False
     """Train the language model only; the vision tower then runs without gradients. Not with an adapter in the tower."""
     trainable_modules: list[str] | str | None = None

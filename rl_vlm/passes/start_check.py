@@ -114,6 +114,11 @@ class StartCheck:
         """Return how the run computes rows. They are shared if they can be."""
         return "shared" if self.strategy is not None and self.rounds.sharing in ("auto", "shared") else "dense"
 
+    @property
+    def longest(self) -> int:
+        """Return the tokens of the longest completion to make up."""
+        return self.config.model.verify_length or self.config.rollout.max_completion_length
+
     def run(self, groups: Sequence[ScoredGroup], policy_version: int | None = None) -> Proof:
         """Check rows of a few groups, and return the checks. All ranks must call it.
 
@@ -295,7 +300,7 @@ class StartCheck:
         made = []
         if self.size.tries_lengths:
             context = getattr(policy.transformer.config.get_text_config(), "max_position_embeddings", None)
-            made = of_other_lengths(sampled, self.config.rollout.max_completion_length, context)
+            made = of_other_lengths(sampled, self.longest, context)
         rows = CheckedRows(probing, [*sampled, *made])
         turns = [
             first_turns(group)

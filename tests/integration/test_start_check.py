@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rl_vlm.config.schema import RunConfig
 from rl_vlm.errors import ModelError
 from rl_vlm.log.starts import read_starts
 from rl_vlm.model import policy as policy_module
@@ -19,6 +20,7 @@ from rl_vlm.passes import probing
 from rl_vlm.passes.checked_groups import ALL, CheckedSize, chosen, of_other_lengths
 from rl_vlm.passes.proof import AGAIN, GRADIENTS, OTHER_IMAGES, OTHER_PROMPTS, OWN_FORWARD, ROLLOUTS, SHARED, SIBLINGS
 from rl_vlm.run.run import train
+from rl_vlm.tools.checks.smoke import short_settings
 from rl_vlm.trainer import Trainer
 from rl_vlm.types import Forward, MicroBatch, PolicyOutput, ScoredGroup
 from tests.helpers.builders import make_groups, make_policy, noise_image, sharp_checkpoint
@@ -270,6 +272,24 @@ def test_full_tries_each_number_of_images_and_other_lengths(tmp_path: Path) -> N
     trainer = make_trainer(make_policy(checkpoint), groups, prefix_sharing="auto", verify="full")
     proof = trainer.start_check.run(groups)
     assert {check.of: check.result for check in proof.checks if check.result != "holds"} == {ROLLOUTS: "untried"}
+
+
+def test_made_up_completions_are_as_long_as_those_of_the_run(tmp_path: Path) -> None:
+    """The doctor samples short completions, and proves rows of the run's own length."""
+    checkpoint = sharp_checkpoint("qwen2_5_vl", tmp_path)
+    groups = make_groups(checkpoint, [([noise_image(32, 24, seed=1)], [9, 4])])
+
+    def lengths(config: RunConfig) -> list[int]:
+        settings = {"verify": "full", "max_completion_length": config.rollout.max_completion_length}
+        trainer = make_trainer(make_policy(checkpoint), groups, **settings, verify_length=config.model.verify_length)
+        checked = trainer.start_check.computed(groups)
+        assert checked is not None
+        return [len(each.token_ids) for each in checked.rows.groups[-1].group.completions]
+
+    run = make_config(checkpoint, tmp_path / "run", max_completion_length=700)
+    doctor = RunConfig.model_validate(short_settings(run, tmp_path / "two_steps", num_prompts=2))
+    assert doctor.rollout.max_completion_length == 16
+    assert lengths(run) == lengths(doctor) == [16, 358, 700]
 
 
 @pytest.mark.parametrize("family", sorted(set(FAULTS.values())))

@@ -196,7 +196,9 @@ def short_settings(config: RunConfig, output_dir: Path, num_prompts: int) -> dic
     The first step proves all of its rows, which are of `num_prompts` prompts.
     """
     values: dict[str, dict[str, Any]] = copy.deepcopy(config.model_dump())
-    values["model"]["verify"] = "off" if config.model.verify == "off" else "full"
+    if config.model.verify != "off":
+        longest = config.model.verify_length or config.rollout.max_completion_length
+        values["model"] |= {"verify": "full", "verify_length": longest}
     values["rewards"]["reward_funcs"].append({"function": f"{__name__}:spread", "name": "doctor_spread"})
     if config.rewards.reward_weights is not None:
         values["rewards"]["reward_weights"].append(1.0)

@@ -429,6 +429,7 @@ def test_combinations_that_contradict_each_other(write, settings, expected):
 
 
 WITHOUT = {
+    "verify_length: 900": "without `verify: full`",
     "lora_r: 4": "without `use_peft`",
     "lora_alpha: 4": "without `use_peft`",
     "lora_target_modules: [q_proj]": "without `use_peft`",
