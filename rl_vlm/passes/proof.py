@@ -66,6 +66,8 @@ class ProofCheck:
     untried: str | None = None
     problem: str | None = None
     """A fault other than a difference."""
+    found: str = ""
+    """The result of a check without comparisons."""
 
     @property
     def holds(self) -> bool:
@@ -83,7 +85,7 @@ class ProofCheck:
         if self.problem is not None:
             return f"{self.of}: {self.problem}"
         if not self.comparisons:
-            return f"{self.of} all have a gradient"
+            return f"{self.of} {self.found}"
         return f"{self.of} differ in {' and in '.join(map(str, self.comparisons))}"
 
 

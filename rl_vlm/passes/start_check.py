@@ -74,7 +74,7 @@ from rl_vlm.passes.proof import (
     logprob_difference,
     refuse,
 )
-from rl_vlm.passes.recovery import free_memory, tried
+from rl_vlm.passes.recovery import Failure, described, free_memory, tried
 from rl_vlm.passes.rounds import Rounds
 from rl_vlm.types import Prompt, ScoredGroup
 
@@ -399,27 +399,25 @@ class StartCheck:
         behind = self.weights_behind_features(checked)
         if lost := [name for name, p in trained.items() if id(p) in behind]:
             return ProofCheck(GRADIENTS, problem=f"{lost[0]} gets no gradient from features of images")
-        if self.strategy.is_sharded:
+        if self.strategy.equal_calls:
             return ProofCheck(GRADIENTS, untried="they are sharded between ranks")
-        has_images = any(g.group.prompt.mm_inputs for g in checked.rows.groups) and not dense.vision_apart
         vision = set(map(id, policy.family.vision_parameters(policy.transformer)))
+        untried = why_no_tower(checked)
         parts = {
-            "the language model": [n for n, p in trained.items() if id(p) not in vision],
-            "the vision tower": [n for n, p in trained.items() if id(p) in vision] if has_images else [],
+            "the language model": [name for name, p in trained.items() if id(p) not in vision],
+            "the vision tower": [name for name, p in trained.items() if id(p) in vision],
         }
-        without = {
-            part: [name for name in names if id(trained[name]) not in dense.weights] for part, names in parts.items()
-        }
-        for part, names in parts.items():
+        seen = {part: names for part, names in parts.items() if part != "the vision tower" or untried is None}
+        without = {part: [n for n in names if id(trained[n]) not in dense.weights] for part, names in seen.items()}
+        for part, names in seen.items():
             if names and len(without[part]) == len(names):
                 return ProofCheck(GRADIENTS, problem=f"no trained weight of {part} has a gradient")
         unused = [name for names in without.values() for name in names]
+        left = 0 if untried is None else len(parts["the vision tower"])
+        check = ProofCheck(GRADIENTS, found=gradients_found(len(trained) - left, unused, left, untried))
         if unused:
-            named = f"{', '.join(unused[:3])}{', …' if len(unused) > 3 else ''}"
-            logger.warning(
-                "%d of %d trained weights have no gradient in the first rows: %s", len(unused), len(trained), named
-            )
-        return ProofCheck(GRADIENTS)
+            logger.warning("%s", check)
+        return check
 
     def weights_behind_features(self, checked: Checked) -> set[int]:
         """Return the `id`s of trained weights that the features of a frozen tower depend on.
@@ -428,8 +426,28 @@ class StartCheck:
         of the language model (Emu3).
         """
         policy, vision = self.rounds.policy, self.rounds.policy.vision
-        prompts = [group.group.prompt for group in checked.rows.groups if group.group.prompt.mm_inputs]
+        prompts = [group.group.prompt for group in checked.rows.groups if group.group.prompt.mm_inputs][:1]
         if not vision.family.is_derived or not vision.is_frozen or not prompts:
             return set()
-        with checked.rows.probing.apart("dense"), policy.autocast(), torch.enable_grad():
-            return weights_behind(vision.run(prompts[:1])[prompts[0]].embeddings)
+
+        def describe(error: RuntimeError) -> Failure:
+            return Failure.of(error, prompts, num_completions=0, tokens=len(prompts[0].token_ids))
+
+        with described(describe), checked.rows.probing.apart("dense"), policy.autocast(), torch.enable_grad():
+            return weights_behind(vision.run(prompts)[prompts[0]].embeddings)
+
+
+def why_no_tower(checked: Checked) -> str | None:
+    """Return why rows do not say whether the weights of the vision tower have gradients, or None if they do."""
+    if not any(group.group.prompt.mm_inputs for group in checked.rows.groups):
+        return "no prompt has an image"
+    return "it runs apart from the rows" if checked.expected.dense.vision_apart else None
+
+
+def gradients_found(num: int, unused: Sequence[str], left: int, untried: str | None) -> str:
+    """Describe which of `num` trained weights have a gradient, and why `left` weights of the tower were not tried."""
+    named = f", not {', '.join(unused[:3])}{', …' if len(unused) > 3 else ''}" if unused else ""
+    found = f"have a gradient: {num - len(unused)} of {num}{named}"
+    if left:
+        return f"{found}; {left} of the vision tower were not tried, since {untried}"
+    return found if unused else "all have a gradient"

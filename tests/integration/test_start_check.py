@@ -16,6 +16,7 @@ from rl_vlm.log.starts import read_starts
 from rl_vlm.model import policy as policy_module
 from rl_vlm.model.lora_linear import LoraProduct
 from rl_vlm.model.policy import Policy
+from rl_vlm.model.vision import VisionEncoder
 from rl_vlm.passes import probing
 from rl_vlm.passes.checked_groups import ALL, CheckedSize, chosen, of_other_lengths
 from rl_vlm.passes.proof import AGAIN, GRADIENTS, OTHER_IMAGES, OTHER_PROMPTS, OWN_FORWARD, ROLLOUTS, SHARED, SIBLINGS
@@ -336,3 +337,53 @@ def test_a_tower_that_runs_apart_has_gradients_elsewhere(tmp_path: Path) -> None
     trainer = make_trainer(make_policy(checkpoint), groups, prefix_sharing="auto", micro_batch_tokens=150)
     proof = trainer.start_check.run(groups)
     assert all(check.holds for check in proof.checks) and proof.checks[-1].of == GRADIENTS
+    tower = len(trainer.policy.family.vision_parameters(trainer.policy.transformer))
+    of_text = len(list(trainer.policy.parameters())) - tower
+    assert str(proof.checks[-1]) == (
+        f"trained weights have a gradient: {of_text} of {of_text}; {tower} of the vision tower were not tried, "
+        "since it runs apart from the rows"
+    )
+
+
+def test_rows_without_an_image_say_nothing_of_the_tower(tmp_path: Path) -> None:
+    checkpoint = sharp_checkpoint("qwen2_5_vl", tmp_path)
+    groups = make_groups(checkpoint, [([], [9, 4])])
+    check = make_trainer(make_policy(checkpoint), groups).start_check.run(groups).checks[-1]
+    assert str(check).endswith("of the vision tower were not tried, since no prompt has an image")
+    frozen = make_policy(checkpoint, freeze_vision_tower=True)
+    assert str(make_trainer(frozen, groups).start_check.run(groups).checks[-1]) == "trained weights all have a gradient"
+
+
+def test_a_weight_without_a_gradient_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer, groups = trainer_of(sharp_checkpoint("qwen2_5_vl", tmp_path))
+    trainer.policy.transformer.register_parameter("unused", torch.nn.Parameter(torch.zeros(1)))
+    num = len(list(trainer.policy.parameters()))
+    check = trainer.start_check.run(groups).checks[-1]
+    assert str(check) == f"trained weights have a gradient: {num - 1} of {num}, not unused"
+    assert ("WARNING", str(check)) in [(each.levelname, each.getMessage()) for each in caplog.records]
+
+
+def test_a_tower_without_memory_for_its_gradients_skips_the_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a type without a row, the frozen tower runs once more, with gradients."""
+    run = VisionEncoder.run
+
+    def without_memory(encoder: VisionEncoder, rendered: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return run(encoder, rendered)
+
+    checkpoint = sharp_checkpoint("lighton_ocr", tmp_path)
+    trainer, groups = trainer_of(checkpoint, freeze_vision_tower=True)
+    monkeypatch.setattr(VisionEncoder, "run", without_memory)
+    check = trainer.start_check.run(groups).checks[-1]
+    assert check.of == GRADIENTS and check.untried is not None and check.untried.startswith("out of memory with")
+
+
+def test_whole_weights_are_checked_for_gradients(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """ZeRO-2 shares the optimizer's state and gradients between ranks, and no weight."""
+    runs = Runs.of(
+        tmp_path, {"run": {"checkpoint": tiny_checkpoint, "max_steps": 1, "micro_batch_tokens": 8192}}
+    ).launch("zero2")
+    assert read_starts(runs["run"])[0]["proof"]["checks"][-1]["check"] == "trained weights all have a gradient"

@@ -1,12 +1,14 @@
 """What the check before the first step compares, and when the run ends."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 
 from rl_vlm.errors import ModelError
-from rl_vlm.passes.proof import OTHER_IMAGES, SHARED, Comparison, Expected, Probe, ProofCheck, refuse
+from rl_vlm.passes.proof import GRADIENTS, OTHER_IMAGES, SHARED, Comparison, Expected, Probe, ProofCheck, refuse
+from rl_vlm.passes.start_check import gradients_found
 
 CPU = torch.device("cpu")
 
@@ -102,3 +104,15 @@ def test_values_that_must_differ_are_refused_if_they_do_not() -> None:
 def test_what_was_not_tried_is_said() -> None:
     check = ProofCheck(OTHER_IMAGES, untried="no prompt has an image")
     assert check.holds and str(check).endswith("rows with other images were not checked: no prompt has an image")
+
+
+def test_weights_without_a_gradient_are_counted_and_parts_that_were_not_tried_are_said() -> None:
+    def line(*found: Any) -> str:
+        return str(ProofCheck(GRADIENTS, found=gradients_found(*found)))
+
+    assert line(57, [], 0, None) == line(57, [], 0, "no prompt has an image") == "trained weights all have a gradient"
+    assert line(57, ["a", "b"], 0, None) == "trained weights have a gradient: 55 of 57, not a, b"
+    assert line(9, list("abcd"), 0, None) == "trained weights have a gradient: 5 of 9, not a, b, c, …"
+    assert line(40, [], 17, "no prompt has an image") == (
+        "trained weights have a gradient: 40 of 40; 17 of the vision tower were not tried, since no prompt has an image"
+    )
