@@ -154,7 +154,7 @@ def image_digest(rows: Rows, row: int, value: Any, where: str, decode: bool) -> 
 
 def repeats(splits: Sequence[Split], golds: Sequence[str], facts: Sequence[RowFacts]) -> Iterator[Finding]:
     """Yield the findings about rows with the same content, which are in order."""
-    of_split = [[fact.row for fact in facts if fact.rows is split.rows] for split in splits]
+    of_split = [[fact.row for fact in facts if fact.rows.source is split.rows.source] for split in splits]
     for split, mine in zip(splits, of_split, strict=True):
         for row in mine[1:]:
             yield duplicate(split.rows, golds, mine[0], row)
