@@ -86,12 +86,12 @@ def check_video(value: Any, folder: Path, rule: FrameRule, where: str) -> ClipHe
 
 def clip_header(source: FrameSource, clip: Clip, folder: Path) -> ClipHeader:
     """Read and return the header of a video, and the number of its bytes."""
-    num_bytes = 0
+    header, num_bytes = source.header, 0  # its errors name the frame
     for content in contents(clip, folder):
         if not isinstance(content, np.ndarray) and not isinstance(image_content(content), Image.Image):
             with open_image(content, folder) as file:
                 num_bytes += file.seek(0, os.SEEK_END)
-    return ClipHeader(source.header, clip.start, clip.end, num_bytes)
+    return ClipHeader(header, clip.start, clip.end, num_bytes)
 
 
 def refuse_changed(found: ClipHeader, checked: ClipHeader | None) -> None:
