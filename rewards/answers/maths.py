@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import re
 import signal
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -16,6 +18,8 @@ from rewards.text import Completion, final_text, gold_text, score_golds, unboxed
 LONGEST_ANSWER = 1_000
 SECONDS_PER_STEP = 1
 """CPU time for parsing an answer, and for comparing it. If a step takes longer, the answer scores 0.0."""
+SECONDS_PER_LOOK = 0.1
+"""CPU time of all threads of the process between two looks at the time of a step."""
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limit is off
 
 DELIMITERS = re.compile(r"\$[^$]+\$|\\\(|\\\[")
@@ -104,22 +108,24 @@ def contradicts_itself(answer: str) -> bool:
 def limited() -> Iterator[None]:
     """Leave the block after `SECONDS_PER_STEP` of CPU time, so that scores are the same on a busy machine.
 
-    math-verify's own limit is in wall time. This limit counts all threads of the process. It uses a signal, which only
-    the main thread can receive: other threads have no limit.
+    math-verify's own limit is in wall time. This limit counts the CPU time of the calling thread alone, without garbage
+    collections, which take seconds in a large process. It uses a signal, which only the main thread can receive: other
+    threads have no limit.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     from math_verify.errors import TimeoutException
 
-    is_inside = True
+    is_inside, ends, collects = True, time.thread_time() + SECONDS_PER_STEP, gc.isenabled()
 
     def leave(*_: Any) -> None:
-        if is_inside:
+        if is_inside and time.thread_time() >= ends:
             raise TimeoutException
 
     before = signal.signal(signal.SIGPROF, leave)
-    signal.setitimer(signal.ITIMER_PROF, SECONDS_PER_STEP, SECONDS_PER_STEP)  # math-verify goes on to the next pair
+    gc.disable()
+    signal.setitimer(signal.ITIMER_PROF, SECONDS_PER_LOOK, SECONDS_PER_LOOK)
     try:
         with suppress(TimeoutException):
             yield
@@ -127,3 +133,5 @@ def limited() -> Iterator[None]:
         is_inside = False
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.signal(signal.SIGPROF, before)
+        if collects:
+            gc.enable()

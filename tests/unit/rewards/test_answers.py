@@ -1,5 +1,6 @@
 """The reward functions maths, counting, yes_no and short_answer, beyond the tables of docs/built_in_rewards.md."""
 
+import gc
 import random
 import re
 import string
@@ -7,12 +8,13 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from hashlib import pbkdf2_hmac
 from typing import Any
 
 import pytest
 
 from rewards.answers.counting import counting
-from rewards.answers.maths import maths
+from rewards.answers.maths import limited, maths
 from rewards.answers.short_answer import short_answer
 from rewards.answers.yes_no import yes_no
 from rewards.contract import Fault
@@ -121,6 +123,26 @@ def test_maths_stops_after_two_seconds(text):
 def test_seconds_that_other_programs_take_do_not_count(monkeypatch):
     monkeypatch.setattr("math_verify.grader.sympy_expr_eq", lambda *_, **__: time.sleep(1.5) or True)
     assert maths(["7"], ["7"]) == [1.0]
+
+
+def test_the_limit_of_a_step_is_in_the_time_of_its_own_thread(monkeypatch):
+    """Other threads compute for longer than the limit while the step waits. Garbage is not collected in a step."""
+    monkeypatch.setattr("rewards.answers.maths.SECONDS_PER_STEP", 0.3)
+    others = [threading.Thread(target=pbkdf2_hmac, args=("sha256", b"", b"", 1_000_000)) for _ in range(2)]
+    began, steps = time.process_time(), []
+    with limited():
+        for other in others:
+            other.start()
+        for other in others:
+            other.join()
+        steps += ["waited", gc.isenabled()]
+    assert time.process_time() - began > 0.3
+    assert steps == ["waited", False]
+    with limited():
+        while time.process_time() - began < 60:
+            pass
+        steps.append("computed")
+    assert steps == ["waited", False] and gc.isenabled()
 
 
 @pytest.mark.parametrize("gold", ["9^9^9", "99999999!", "2^{100000}", "7" * 2000, "", r"\frac{"])
