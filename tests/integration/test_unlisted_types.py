@@ -38,6 +38,17 @@ def lines_of_proof(output_dir: Path) -> list[str]:
     return [each["check"] for each in read_starts(output_dir)[-1]["proof"]["checks"]]
 
 
+AFTER_FEATURES = {
+    "aria": "model.vision_tower.post_layernorm.weight",
+    "deepseek_ocr2": "model.vision_tower.query_768_resolution.weight",
+    "hybrid": "model.vision_tower.post_layernorm.weight",
+    "llava_next_video": "model.vision_tower.encoder.layers.1.self_attn.k_proj.weight",
+    "video_llava": "model.image_tower.encoder.layers.1.self_attn.k_proj.weight",
+    "vipllava": "model.vision_tower.post_layernorm.weight",
+}
+"""The first weight of a tower that its features do not depend on: those of later layers, or for larger images."""
+
+
 @pytest.mark.parametrize("name", in_tiers(TRAINED, {"hybrid", "lighton_ocr"}, CI))
 def test_a_proven_type_trains(tmp_path: Path, name: str) -> None:
     checkpoint = sharp_checkpoint(name, tmp_path / "model")
@@ -45,7 +56,9 @@ def test_a_proven_type_trains(tmp_path: Path, name: str) -> None:
     lines = lines_of_proof(tmp_path / "run")
     assert any(line.startswith(f"{OWN_FORWARD} differ in log-probs by ") for line in lines)
     assert any(line.startswith(f"{SHARED} differ in log-probs by ") for line in lines) == (name not in HAVE_STATES)
-    assert f"{GRADIENTS} all have a gradient" in lines
+    (gradients,) = (line for line in lines if line.startswith(GRADIENTS))
+    unused = gradients.partition(", not ")[2].split(", ")[0]
+    assert gradients == f"{GRADIENTS} all have a gradient" or unused == AFTER_FEATURES.get(name), gradients
     first, second = metric_lines(tmp_path / "run")
     assert ("compute/shared_forwards" in first) == (name not in HAVE_STATES)
     assert second["grad_norm"] > 0
