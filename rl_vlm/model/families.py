@@ -57,7 +57,7 @@ FAMILIES: dict[str, Family] = {
         Family("glm4v", ("model.visual",), **GLM_VIDEO),
         Family("glm4v_moe", ("model.visual",), since=CHECKED, **GLM_VIDEO),
         Family("glm46v", ("model.visual",), **{**GLM_VIDEO, "videos_in_vllm": 0}),
-        Family("glm_ocr", ("model.visual",), since=CHECKED, **MROPE),
+        Family("glm_ocr", ("model.visual",), since=CHECKED, **GLM_VIDEO),
         Family("internvl", TOWER, joins_images=True, videos="images"),
         Family("llava", TOWER),  # the tower is CLIP's, or Pixtral's with padded images
         Family("fast_vlm", TOWER, joins_images=True, since=CHECKED),
@@ -114,7 +114,10 @@ FAMILIES: dict[str, Family] = {
             unshardable="rows without images skip its cross-attention layers",
             since="5.19",  # 5.17 needs cross-attention masks of all tokens
         ),
-        Family("exaone4_5", ("model.visual",), joins_images=True, since=CHECKED),
+        Family(
+            "exaone4_5", ("model.visual",), joins_images=True, videos="patches", videos_in_vllm=ANY_NUMBER,
+            since=CHECKED,
+        ),
         Family("video_llama_3", ("model.vision_model", "model.projector"), joins_images=True, since=CHECKED),
         Family(
             "paddleocr_vl", ("model.visual", "model.projector"), image_features=paddleocr_features, since=CHECKED,
@@ -137,7 +140,7 @@ FAMILIES: dict[str, Family] = {
         Family("qwen3_5", ("model.visual",), **VIDEO_GRIDS),
         Family("qwen3_5_moe", ("model.visual",), **VIDEO_GRIDS),
         Family(
-            "qwen4_exp", ("model.visual",), other_modules=("indexer",), **MROPE,
+            "qwen4_exp", ("model.visual",), other_modules=("indexer",), videos="patches", **MROPE,
             unshardable="its layers select tokens for one query at a time", since=CHECKED,
         ),
         Family("lfm2_vl", TOWER, image_features=lfm2_features),

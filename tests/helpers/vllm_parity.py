@@ -35,7 +35,7 @@ WIDTH = 128
 """Of the language model: most tiny models have four heads, and 32 is the smallest head that vLLM runs on CPUs."""
 AGREE = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "glm4v_moe", "glm_ocr", "exaone4_5", "llama4", "gemma3n")
 """Tiny models of which vLLM and the policy agree. Gemma 3n has no row in the table of families."""
-AGREE_ON_VIDEOS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "glm4v_moe")
+AGREE_ON_VIDEOS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "glm4v_moe", "glm_ocr", "exaone4_5")
 """Tiny models of which they agree on prompts with videos."""
 LOADED_ONLY = ("glm4v_moe", "llama4", "gemma3n")
 """Tiny models that agree with the weights that vLLM has loaded itself. Its CPU build packs experts and tied heads as it

@@ -40,7 +40,16 @@ from tests.helpers.builders import (
     whole,
 )
 from tests.helpers.calling import BRIGHTNESS, FILMS, calling_checkpoint
-from tests.helpers.family_parity import FP32_ROUNDING, Parity, Scores, in_fp64, observed_text, scores, weighted_sum
+from tests.helpers.family_parity import (
+    FP32_ROUNDING,
+    Parity,
+    Scores,
+    in_fp64,
+    observed_text,
+    scores,
+    shares,
+    weighted_sum,
+)
 from tests.helpers.resuming import assert_same_run, resumed, train_until
 from tests.helpers.tiers import in_tiers
 from tests.helpers.videos import EQUAL_LENGTHS, IMAGE, noise_video, own_logprobs, video_prompt
@@ -48,6 +57,8 @@ from tests.integration.test_videos import CI as CI_OF_VIDEOS
 from tests.integration.test_videos import NATIVE, WITHOUT_TIMES
 
 CI = CI_OF_VIDEOS.intersection(NATIVE)
+ROUNDING = FP32_ROUNDING | {"qwen4_exp": 2e-5}
+"""Where rounding in fp32 moves gradients by more than 1e-5. Qwen4-Exp's are 1.01e-5 apart here, and 1e-9 in fp64."""
 ONE_LENGTH = {"llava_onevision", "perception_lm"}
 """Families whose inputs of several clips can be joined only if they have equally many frames."""
 
@@ -171,10 +182,10 @@ class Trial:
 def test_shared_rows_are_those_of_the_models_own_forward(policy: Policy, checkpoint: Path, family: str) -> None:
     trial = Trial(checkpoint)
     dense = scores(policy, trial.groups, shared=False)
-    shared = scores(policy, trial.groups, shared=True)
+    shared = scores(policy, trial.groups, shares(policy))
     for parity in (Parity.of(shared, dense), Parity.of(dense, trial.own_scores(policy))):
         assert parity.logprobs <= 1e-5
-        assert parity.gradients <= FP32_ROUNDING.get(family, 1e-5)
+        assert parity.gradients <= ROUNDING.get(family, 1e-5)
 
 
 def test_rows_are_exact_in_fp64(checkpoint: Path) -> None:
@@ -182,7 +193,7 @@ def test_rows_are_exact_in_fp64(checkpoint: Path) -> None:
     with in_fp64(policy):
         trial = Trial(checkpoint, torch.float64)
         expected = trial.own_scores(policy)
-        for shared in (True, False):
+        for shared in {shares(policy), False}:
             assert Parity.of(scores(policy, trial.groups, shared), expected).worst <= 1e-9
 
 
@@ -195,7 +206,7 @@ def test_other_frames_and_other_times_show(policy: Policy, checkpoint: Path, fam
     def logprobs(first: Video, second: Video) -> Tensor:
         seen = [shown(checkpoint, [each]) for each in (first, second)]
         group = make_trajectories(prompt, [[Context((2, each, 4))] for each in seen])
-        return policy(Forward(whole([group], shared=True))).logprobs_NT
+        return policy(Forward(whole([group], shares(policy)))).logprobs_NT
 
     expected = logprobs(clip, clip)
     others = [backwards] if family in WITHOUT_TIMES else [backwards, noise_video(8, seed=1, fps=0.5)]

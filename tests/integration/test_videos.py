@@ -36,12 +36,15 @@ NATIVE = [*(name for name, family in FAMILIES.items() if family.videos), "gemma4
 GRIDS = [
     name for name, family in FAMILIES.items() if family.videos == "patches" and "visual" in family.vision_modules[0]
 ]
+WITH_ROPE_INDEX = [name for name in GRIDS if FAMILIES[name].has_rope_index]
 OTHERS = [name for name in TINY_FAMILIES if name not in NATIVE]
 CI = {"qwen2_5_vl", "qwen3_vl", "glm4v", "qwen3_5", "internvl", "llava", "gemma3"}
 """Positions by seconds, deepstack features, placeholders of images, states, videos as images; frames as images."""
 MISPLACED = {"qwen2_vl", "qwen2_5_vl"}
 """Families whose text after a video is placed by a rule that is not transformers'."""
-WITHOUT_TIMES = {"qwen2_vl", "internvl", "minicpmv4_6", "minicpmv4_7", "perception_lm", "llava_onevision"}
+WITHOUT_TIMES = {
+    "qwen2_vl", "internvl", "minicpmv4_6", "minicpmv4_7", "perception_lm", "llava_onevision", "exaone4_5",
+}  # fmt: skip
 """Neither the text of their prompts nor their positions have times."""
 
 
@@ -67,7 +70,7 @@ def test_shared_rows_are_those_of_the_models_own_forward(
 ) -> None:
     groups = case_groups(checkpoint, case)
     dense = scores(policy, groups, shared=False)
-    shared = scores(policy, groups, shared=True)
+    shared = scores(policy, groups, shares(policy))
     for parity in (Parity.of(shared, dense), Parity.of(dense, own_scores(policy, groups))):
         assert parity.logprobs <= 1e-5
         assert parity.gradients <= FP32_ROUNDING.get(family, 1e-5)
@@ -79,7 +82,7 @@ def test_rows_are_exact_in_fp64(checkpoint: Path) -> None:
         for case in CASES:
             groups = case_groups(checkpoint, case, torch.float64)
             expected = own_scores(policy, groups)
-            assert Parity.of(scores(policy, groups, shared=True), expected).worst <= 1e-9
+            assert Parity.of(scores(policy, groups, shares(policy)), expected).worst <= 1e-9
             assert Parity.of(scores(policy, groups, shared=False), expected).worst <= 1e-9
 
 
@@ -94,7 +97,7 @@ def test_shared_equals_dense_for_each_way_to_train(checkpoint: Path, settings: d
     with in_fp64(policy):
         groups = case_groups(checkpoint, "packed prompts", torch.float64)
         expected = scores(policy, groups, shared=False)
-        assert Parity.of(scores(policy, groups, shared=True), expected).worst <= 1e-9
+        assert Parity.of(scores(policy, groups, shares(policy)), expected).worst <= 1e-9
         batches = cut(policy, groups)
         assert len(batches) > len(groups)
         assert gradient_error(cut_gradients(policy, groups, batches), expected.gradients) <= 1e-9
@@ -104,7 +107,7 @@ def test_shared_equals_dense_for_each_way_to_train(checkpoint: Path, settings: d
 def test_what_must_not_happen_would_show(policy: Policy, checkpoint: Path, family: str) -> None:
     def logprobs(*videos: Video) -> torch.Tensor:
         group = make_group(video_prompt(checkpoint, videos), [5, 1, 9, 3])
-        return policy(Forward(whole([group], shared=True))).logprobs_NT
+        return policy(Forward(whole([group], shares(policy)))).logprobs_NT
 
     first, second = noise_video(8, seed=1), noise_video(8, seed=2)
     reversed_frames = replace(first, frames=first.frames[::-1].copy())
@@ -169,7 +172,7 @@ def test_text_after_a_video_starts_behind_its_largest_position(
 def test_images_and_videos_of_all_prompts_cost_one_run_of_the_tower(checkpoint: Path) -> None:
     policy = make_policy(checkpoint, freeze_vision_tower=True)
     groups = case_groups(checkpoint, "packed prompts")
-    batch = whole(groups, shared=True)
+    batch = whole(groups, shares(policy))
     policy(Forward(batch))
     policy(Forward(batch))
     assert policy.counters["vision_forwards"] == 1
@@ -185,7 +188,7 @@ def test_equal_media_in_another_order_are_told_apart(policy: Policy, checkpoint:
     prompts = [video_prompt(checkpoint, media) for media in ([IMAGE, video], [video, IMAGE])]
     assert prompts[0].digest == prompts[1].digest
     groups = [make_group(prompt, [5, 3], seed=i) for i, prompt in enumerate(prompts)]
-    together = policy(Forward(whole(groups, shared=True))).logprobs_NT
+    together = policy(Forward(whole(groups, shares(policy)))).logprobs_NT
     alone = [own_logprobs(policy, g.group.prompt, c.token_ids) for g in groups for c in g.group.completions]
     for row, expected in zip(together, alone, strict=True):
         torch.testing.assert_close(row[: len(expected)], expected, rtol=0, atol=1e-5)
@@ -228,7 +231,7 @@ def test_a_run_proves_rows_with_videos(policy: Policy, checkpoint: Path, case: s
 
 
 FAMILIES_OF = {
-    test_text_after_a_long_video_is_not_where_transformers_puts_it: GRIDS,
+    test_text_after_a_long_video_is_not_where_transformers_puts_it: WITH_ROPE_INDEX,
     test_images_and_videos_of_all_prompts_cost_one_run_of_the_tower: GRIDS,
     test_equal_media_in_another_order_are_told_apart: GRIDS,
     test_frames_are_images_for_other_families: OTHERS,

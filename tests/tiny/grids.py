@@ -17,6 +17,7 @@ _VISION: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4,
 }  # fmt: skip
 _IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
+_VIDEO = "<|vision_start|><|video_pad|><|vision_end|>"
 _PADDLE_TOKENS = {"image_token": "<|IMAGE_PLACEHOLDER|>"}
 _ERNIE_TOKENS = {
     "image_token": "<|IMAGE_PLACEHOLDER|>", "image_start_token": "<|IMAGE_START|>", "image_end_token": "<|IMAGE_END|>",
@@ -41,8 +42,8 @@ def _exaone4_5_processor(tokenizer: Any) -> ProcessorMixin:
     return hf_class("Exaone4_5_Processor")(
         image_processor=hf_class("Qwen2VLImageProcessor")(**_PATCHES),
         tokenizer=tokenizer,
-        video_processor=hf_class("Qwen2VLVideoProcessor")(patch_size=4, merge_size=2),
-        chat_template=chat_template(_IMAGE),
+        video_processor=hf_class("Qwen2VLVideoProcessor")(**_PATCHES),
+        chat_template=chat_template(_IMAGE, _VIDEO),
     )
 
 

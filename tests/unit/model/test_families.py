@@ -33,7 +33,7 @@ def test_a_model_gets_videos_by_its_own_input_or_as_images() -> None:
     native = {
         "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm4v_moe", "glm46v",
         "internvl", "minicpmv4_6", "minicpmv4_7", "gemma4", "gemma4_unified", "perception_lm", "llava_onevision",
-        "kimi_k25", "smolvlm",
+        "kimi_k25", "smolvlm", "exaone4_5", "glm_ocr", "qwen4_exp",
     }  # fmt: skip
     types = [*FAMILIES, "a_type_without_a_row"]
     assert {name for name in types if video_format(config(name)) == "native"} == native
