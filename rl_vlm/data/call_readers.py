@@ -130,7 +130,7 @@ def made_call(call: Mapping[str, Any]) -> ToolCall:
 
 
 def num_levels(values: Iterable[Any]) -> int:
-    """Return how many lists and objects are within each other, at the deepest place. Does not recurse."""
+    """Return the depth of nested lists and objects. Does not recurse."""
     number = 0
     while nested := [value for value in values if isinstance(value, list | tuple | set | dict)]:
         values = chain.from_iterable(value.values() if isinstance(value, dict) else value for value in nested)

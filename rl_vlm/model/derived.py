@@ -144,7 +144,7 @@ def takes_pixels(part: nn.Module) -> bool:
 
 
 def names_used(model: nn.Module, *functions: str) -> set[str]:
-    """Return the names in the code of these functions of a model, and in that of its functions that they call.
+    """Return the names in the code of these functions of a model, and of the model's functions that they call.
 
     Functions for videos and audio are not looked at.
     """

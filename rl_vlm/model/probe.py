@@ -36,7 +36,7 @@ def weights_behind(output: Tensor) -> set[int]:
 
 
 def probed_weights(model: nn.Module, family: Family) -> dict[str, nn.Parameter]:
-    """Return up to three trained matrices by name: the first of the first layer, of the last layer, and a `lora_A`.
+    """Return up to three trained matrices by name: one each from the first and the last layer, and a `lora_A`.
 
     Layers are the language model's if any of them is trained. A new adapter's `lora_A` has a gradient of 0, so that of
     a layer is its `lora_B`.

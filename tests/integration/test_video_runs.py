@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from rl_vlm.checkpoint import store
+from rl_vlm.config.schema import RunConfig
 from rl_vlm.errors import CheckpointError, DataError
 from rl_vlm.run.run import Run, train
 from tests.helpers.resuming import assert_same_run, config_of, resumed, train_until
@@ -15,17 +16,22 @@ from tests.helpers.video_files import moving_frames, write_video
 from tests.helpers.video_rows import write_mixed_rows
 
 
+def two_runs(kind: str, checkpoint: Path, folder: Path, **settings: Any) -> tuple[Path, RunConfig, RunConfig]:
+    """Write mixed rows. Return their file, and the settings of equal runs on them in `a` and `b` of the folder."""
+    rows = folder / "mixed" / "train.jsonl"
+    write_mixed_rows(rows)
+    settings |= {"dataset_name": str(rows), "num_frames": 4, "shuffle_dataset": False, "prompts_per_step": 4}
+    first, second = (config_of(kind, checkpoint, folder / name, **settings) for name in "ab")
+    return rows, first, second
+
+
 @pytest.mark.parametrize("num_workers", in_tiers([0, 2], fast=(), ci={0}))
 def test_a_killed_run_with_videos_is_resumed(
     num_workers: int, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = tmp_path / "mixed" / "train.jsonl"
-    write_mixed_rows(rows)
-    settings: dict[str, Any] = {
-        "dataset_name": str(rows), "num_frames": 4, "shuffle_dataset": False, "prompts_per_step": 4, "max_steps": 4,
-        "dataloader_num_workers": num_workers,
-    }  # fmt: skip
-    straight, killed = (config_of("window", tiny_checkpoint, tmp_path / name, **settings) for name in "ab")
+    rows, straight, killed = two_runs(
+        "window", tiny_checkpoint, tmp_path, max_steps=4, dataloader_num_workers=num_workers
+    )
     train(straight)
     train_until(3, killed, monkeypatch)
     state = torch.load(tmp_path / "b" / "checkpoint-2" / "rank_0.pt", weights_only=True)
@@ -47,13 +53,7 @@ def test_a_bad_video_in_mid_run_leaves_a_checkpoint_to_resume_from(
     way: str, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its header is good, so the check before the run does not find it. It is drawn in the third step."""
-    rows = tmp_path / "mixed" / "train.jsonl"
-    write_mixed_rows(rows)
-    settings: dict[str, Any] = {
-        "dataset_name": str(rows), "num_frames": 4, "shuffle_dataset": False, "prompts_per_step": 4, "max_steps": 3,
-        "save_steps": 0,
-    }  # fmt: skip
-    straight, ended = (config_of("full", tiny_checkpoint, tmp_path / name, **settings) for name in "ab")
+    rows, straight, ended = two_runs("full", tiny_checkpoint, tmp_path, max_steps=3, save_steps=0)
     train(straight)
     video = rows.parent / "9.mp4"
     kept = video.read_bytes()
