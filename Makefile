@@ -3,6 +3,7 @@
 
 PYTHON ?= python3
 # Test processes, with one torch thread each: the models of the tests are too small to gain from more threads.
+# Files start in alphabetical order: by number of tests, the longest runs would come last, one process alone.
 WORKERS ?= 2
 # Keep bytecode, even if the environment says otherwise: a process that compiles torch and transformers anew starts in
 # 38 s instead of 15, and the tests start hundreds.
@@ -12,7 +13,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.quickstart
 # The tests' packages are added to the quickstart's.
 INSTALLED_DEV := .venv/.dev
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile --durations=60 --durations-min=4
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder --durations=60 --durations-min=4
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14

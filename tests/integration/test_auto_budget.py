@@ -247,6 +247,7 @@ def write_run(path: Path, **model: object) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 def test_the_plan_of_a_7b_lora_run(tmp_path: Path, capsys):
     run = write_run(tmp_path / "run.yaml")
     picture = tmp_path / "plan.png"

@@ -120,7 +120,7 @@ def assert_log_probs_are_the_generators(window: Window) -> None:
                     assert (logprobs - completion.generator_logprobs).abs().max() <= 2e-5
 
 
-@pytest.mark.parametrize("loss_type", in_tiers(LOSS_TYPES, (), LOSS_TYPES))
+@pytest.mark.parametrize("loss_type", in_tiers(LOSS_TYPES, (), {"dapo", "dr_grpo", "sapo"}))
 def test_loss_and_gradient_do_not_depend_on_the_cut(
     trainer: Trainer, loss_type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,6 +187,7 @@ def test_two_processes_train_as_one(checkpoint: Path, tmp_path: Path) -> None:
     assert "compute/dense_forwards" not in lines[5]  # the other process runs nothing, not even dummies
 
 
+@pytest.mark.slow
 def test_long_rows_of_one_process_are_trained_on_by_both(checkpoint: Path, tmp_path: Path) -> None:
     settings = {"dataset_name": mixed_run.LONG_FIRST, "prefix_sharing": "shared", "freeze_vision_tower": True}
     lines = assert_two_processes_train_as_one(

@@ -148,7 +148,8 @@ def test_random_faults_lose_no_other_completion(builder: PromptBuilder, num_faul
     assert watched.peak < NUM_INSTANCES * 1.5 * MEMORY * MIB
 
 
-@pytest.mark.parametrize("num_steps", [1, pytest.param(10, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_steps", [1, 10])
 def test_a_run_goes_on_after_faults(checkpoint: Path, num_steps: int, tmp_path: Path) -> None:
     """An eighth of the turns have a random fault, so that about 20 of 48 completions of a step have one."""
     kwargs = {"pids": str(tmp_path / "pids"), "odds": 0.125}

@@ -38,7 +38,7 @@ def launch_file(file: Path, *arguments: str, module: str = "launch.train") -> su
         return launch("--config_file", str(file), "--num_processes", "2", "-m", module, *arguments)
 
 
-@pytest.mark.parametrize("name", in_tiers(TRAINED, fast=(), ci={"zero3_offload", "fsdp2"}))
+@pytest.mark.parametrize("name", in_tiers(TRAINED, fast=(), ci={"fsdp2"}))
 def test_each_file_trains_on_two_cpu_processes(checkpoint: Path, tmp_path: Path, name: str):
     done = launch_file(FILES / f"{name}.yaml", str(run_file(checkpoint, tmp_path)))
     assert done.returncode == 0, done.stderr

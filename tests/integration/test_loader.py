@@ -135,6 +135,7 @@ class Killed(BaseException):
     """Stands for a kill: nothing of the trainer runs after it."""
 
 
+@pytest.mark.slow
 def test_a_run_with_workers_killed_in_a_window_and_resumed_equals_one_without(tiny_checkpoint, tmp_path, monkeypatch):
     train(make_config(tiny_checkpoint, tmp_path / "without", **WINDOW))
     settings = {**WINDOW, "dataloader_num_workers": 1}

@@ -235,6 +235,7 @@ def test_what_the_engine_samples_is_what_rows_compute(policy: Policy, checkpoint
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_within_a_window_of_clips(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The straight run has its environments in this process, and the killed one in processes of their own."""
     checkpoint = calling_checkpoint(tmp_path / "model")

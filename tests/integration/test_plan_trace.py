@@ -94,7 +94,7 @@ def run_config(checkpoint: Path, **sections: Any) -> RunConfig:
         pytest.param("qwen3_vl", {"memory": {"gradient_checkpointing": True}}, marks=pytest.mark.slow),
         pytest.param("qwen3_vl", {"model": LORA}, marks=pytest.mark.slow),
         pytest.param("internvl", {}, marks=pytest.mark.slow),
-        ("gemma3", {}),
+        pytest.param("gemma3", {}, marks=pytest.mark.slow),
         pytest.param("qwen3_5", {}, marks=pytest.mark.slow),
         ("qwen3_5", {"memory": {"gradient_checkpointing": True}}),
     ],

@@ -27,6 +27,7 @@ from rl_vlm.grpo_trainer import GRPOTrainer
 from rl_vlm.run.run import train
 from tests.helpers import tiny_run
 from tests.helpers.hub_server import hub_server
+from tests.helpers.tiers import in_tiers
 from tests.helpers.tiny_run import make_config, metric_lines
 from tests.helpers.two_processes import CPU, launch
 from tests.helpers.video_files import moving_frames, write_video
@@ -46,7 +47,7 @@ def trainer(checkpoint: Any, output_dir: Path, **given: Any) -> GRPOTrainer:
     return GRPOTrainer(checkpoint, output_dir=output_dir, **{**defaults, **arguments})
 
 
-@pytest.mark.parametrize("as_dataset", [False, True], ids=["list", "Dataset"])
+@pytest.mark.parametrize("as_dataset", in_tiers([False, True], (), {False}), ids=["list", "Dataset"])
 def test_the_run_is_that_of_the_same_function_and_rows_named_in_settings(tiny_checkpoint, tmp_path, as_dataset: bool):
     expected = train(make_config(tiny_checkpoint, tmp_path / "named", eval_dataset_name=tiny_run.HELD_OUT_ROWS))
     rows, held_out = tiny_run.rows(), tiny_run.held_out_rows()

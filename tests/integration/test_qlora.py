@@ -22,7 +22,6 @@ from tests.helpers.builders import gradient_error, make_policy, sharp_checkpoint
 from tests.helpers.family_parity import case_groups, scores, weighted_sum
 from tests.helpers.sharded_runs import Runs, differences
 from tests.helpers.stock import stock_logprobs
-from tests.helpers.tiers import in_tiers
 from tests.helpers.tiny_run import make_config, metric_lines
 
 pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
@@ -135,7 +134,8 @@ def test_evaluation_of_an_adapter_is_the_runs_own(tiny_checkpoint: Path, tmp_pat
     assert found == summary["eval_after"]
 
 
-@pytest.mark.parametrize("engine", in_tiers(["ddp", "zero2"], fast=(), ci={"zero2"}))
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["ddp", "zero2"])
 def test_two_processes_train_as_one(engine: str, tmp_path: Path) -> None:
     checkpoint = sharp_checkpoint("qwen2_5_vl", tmp_path / "model")
     variants = {"qlora": {"checkpoint": checkpoint, "max_steps": 4, "beta": 0.04, **NESTED}}

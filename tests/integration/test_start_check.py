@@ -293,7 +293,7 @@ def test_made_up_completions_are_as_long_as_those_of_the_run(tmp_path: Path) -> 
     assert lengths(run) == lengths(doctor) == [16, 358, 700]
 
 
-@pytest.mark.parametrize("family", sorted(set(FAULTS.values())))
+@pytest.mark.parametrize("family", in_tiers(sorted(set(FAULTS.values())), (), {"gemma3"}))
 def test_flex_attention_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     trainer, groups = trainer_of(sharp_checkpoint(family, tmp_path))
     use_flex_attention(monkeypatch)
@@ -381,6 +381,7 @@ def test_a_tower_without_memory_for_its_gradients_skips_the_check(
     assert check.of == GRADIENTS and check.untried is not None and check.untried.startswith("out of memory with")
 
 
+@pytest.mark.slow
 def test_whole_weights_are_checked_for_gradients(tiny_checkpoint: Path, tmp_path: Path) -> None:
     """ZeRO-2 shares the optimizer's state and gradients between ranks, and no weight."""
     runs = Runs.of(

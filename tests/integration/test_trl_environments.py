@@ -15,7 +15,6 @@ from rl_vlm.run.run import Run
 from tests.helpers import tiny_run, trl_documented, trl_tools
 from tests.helpers.scripted import ScriptedEngine, call
 from tests.helpers.templates import STOPS, builder_of, message, renderer_of, turn
-from tests.helpers.tiers import in_tiers
 
 HERE = "tests.helpers.trl_documented"
 
@@ -201,7 +200,8 @@ def check_images(case: Case, groups: list[Any]) -> None:
 REFUSED = ["qwen2_5_vl", "gemma3", "smolvlm"]
 
 
-@pytest.mark.parametrize("template", in_tiers(REFUSED, [], ["qwen2_5_vl"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("template", REFUSED)
 def test_documented_tools_and_environments_run_where_trl_refuses(template: str, published: Any, tmp_path: Path) -> None:
     checkpoint = published(template)
     expected = {}

@@ -224,7 +224,7 @@ def test_weights_that_differ_end_a_run_before_its_first_step(tmp_path: Path, mon
 
 @pytest.mark.parametrize(
     "variant",
-    in_tiers(["full", "adapter", "merged", "merged parts"], fast=(), ci={"full", "adapter", "merged parts"}),
+    in_tiers(["full", "adapter", "merged", "merged parts"], fast=(), ci={"merged parts"}),
 )
 def test_trained_weights_are_checked_after_they_are_sent(
     variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
