@@ -104,7 +104,7 @@ def placeholder_tokens(processor: Any) -> list[str]:
 
 
 def token_kinds(processor: Any) -> dict[str, bool]:
-    """Return the argument that asks a processor for the kind of each token, if its model takes the kinds.
+    """Return the argument that asks a processor for the kind of each token, if it has them among its model's inputs.
 
     Most of these processors return them anyway. Cosmos 3 Edge's does not.
     """

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from inspect import getsource
+from inspect import getsource, signature
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,17 @@ from tests.helpers.builders import make_prompt
 
 
 def model_inputs(prompt: Prompt) -> dict[str, Tensor]:
-    """Keyword arguments of the model's forward, and of `generate`."""
+    """Keyword arguments of the model's forward."""
     rows = {"input_ids": prompt.token_ids, "attention_mask": torch.ones_like(prompt.token_ids), **prompt.token_inputs}
     return {name: row[None] for name, row in rows.items()} | prompt.mm_inputs
+
+
+def generation_inputs(model: Any, prompt: Prompt) -> dict[str, Tensor]:
+    """Keyword arguments of `generate`, which refuses inputs that its model does not name, as MiniMax M3 the kinds."""
+    inputs = model_inputs(prompt)
+    if "mm_token_type_ids" not in signature(model.forward).parameters:
+        inputs.pop("mm_token_type_ids", None)
+    return inputs
 
 
 @contextmanager
@@ -53,7 +61,7 @@ def generate_with_transformers(
     """Greedy decoding by the library."""
     with own_attention(model):
         output = model.generate(
-            **model_inputs(prompt),
+            **generation_inputs(model, prompt),
             do_sample=False,
             max_new_tokens=max_new_tokens,
             suppress_tokens=list(banned) or None,

@@ -16,7 +16,7 @@ from rl_vlm.errors import DataError
 from rl_vlm.types import Prompt
 from tests.helpers.builders import make_prompt, noise_image
 from tests.helpers.family_parity import NEED_AN_IMAGE
-from tests.helpers.stock import model_inputs
+from tests.helpers.stock import generation_inputs, model_inputs
 from tests.helpers.tiers import families_in_tiers
 from tests.tiny.build import TINY_FAMILIES, build_tiny
 
@@ -87,7 +87,7 @@ def logits(model: Any, prompt: Prompt) -> Tensor:
 
 
 def assert_generates(model: Any, prompt: Prompt) -> None:
-    tokens = model.generate(**model_inputs(prompt), max_new_tokens=4, min_new_tokens=4, do_sample=False)
+    tokens = model.generate(**generation_inputs(model, prompt), max_new_tokens=4, min_new_tokens=4, do_sample=False)
     assert tokens.shape == (1, len(prompt.token_ids) + 4)
 
 
