@@ -277,6 +277,22 @@ UNREAD = (
 )
 """Settings that have no effect because of other settings."""
 
+OF_OTHER_RUNS = (
+    Rule("max_staleness", lambda run: run.rollout.facts.shares_device,
+         f"`max_staleness` needs `engine` {APART}: {{rollout.engine}} shares its device with the trainer"),
+    *(read_by_other_engines(name, engine) for name, engine in ENGINES.items() if VLLM_SETTINGS - engine.reads),
+    Rule("vllm_importance_sampling_correction vllm_importance_sampling_mode vllm_importance_sampling_clip_max "
+         "vllm_importance_sampling_clip_min",
+         lambda run: not run.rollout.is_off_policy,
+         "{names}: no effect on `engine` {rollout.engine} without `max_rollout_tokens`, because it samples from the "
+         "current weights; leave them out, or disable them with `use_vllm: false`"),
+    Rule("eval_steps", lambda run: run.data.eval_dataset_name is None,
+         "`eval_steps` {train.eval_steps} needs `eval_dataset_name`, the data to evaluate on"),
+)
+"""Settings that need another engine or held-out data, and have no effect without."""
+
+WITHOUT_EFFECT = UNREAD + OF_OTHER_RUNS
+
 CONFLICTS = (
     Rule("trainable_modules", lambda run: run.model.trainable_modules is not None and run.model.use_peft,
          "`trainable_modules` cannot be used with `use_peft`, which trains an adapter and no other weights; choose the "
@@ -289,8 +305,6 @@ CONFLICTS = (
          and not {"projector", "vision_tower"}.isdisjoint(named_parts(run.model.lora_target_modules)),
          "`lora_target_modules` names the vision tower or its projector, which `freeze_vision_tower` freezes; leave "
          "one of the two settings out"),
-    Rule("max_staleness", lambda run: run.rollout.facts.shares_device,
-         f"`max_staleness` needs `engine` {APART}: {{rollout.engine}} shares its device with the trainer"),
     Rule("max_rollout_tokens",
          lambda run: (run.rollout.max_rollout_tokens or 0) >= run.rollout.max_completion_length,
          "`max_rollout_tokens` {rollout.max_rollout_tokens} has no effect: it must be below `max_completion_length` "
@@ -322,7 +336,6 @@ CONFLICTS = (
     Rule("max_rollout_tokens max_resampling_rounds", lambda run: run.shares_engines,
          "{names} cannot be used with `vllm_tensor_parallel_size` above 1 and `engine` {rollout.engine}: ranks that "
          "share a model must call it the same number of times"),
-    *(read_by_other_engines(name, engine) for name, engine in ENGINES.items() if VLLM_SETTINGS - engine.reads),
     Rule(" ".join(READ_BY_STARTED_SERVERS), lambda run: bool(run.vllm.vllm_server_base_url),
          "{names}: these apply to servers that the run starts, and with `vllm_server_base_url` it starts none; leave "
          "them out, or give them to the command that starts the servers"),
@@ -355,11 +368,6 @@ CONFLICTS = (
          "`sync_ref_model` needs `beta` above 0: without a KL term there is no reference model"),
     Rule("sync_ref_model", lambda run: run.model.use_peft,
          "`sync_ref_model` cannot be used with `use_peft`: the reference is then the model without its adapter"),
-    Rule("vllm_importance_sampling_correction vllm_importance_sampling_mode vllm_importance_sampling_clip_max "
-         "vllm_importance_sampling_clip_min",
-         lambda run: not run.rollout.is_off_policy,
-         "{names}: no effect on `engine` {rollout.engine} without `max_rollout_tokens`, because it samples from the "
-         "current weights; leave them out, or disable them with `use_vllm: false`"),
     Rule("vllm_importance_sampling_clip_min vllm_importance_sampling_clip_max",
          lambda run: 0 < run.algorithm.vllm_importance_sampling_clip_max
                        <= run.algorithm.vllm_importance_sampling_clip_min,
@@ -430,8 +438,6 @@ CONFLICTS = (
          lambda run: run.data.video_max_pixels is not None
                      and (run.data.video_min_pixels or 0) > run.data.video_max_pixels,
          "`video_min_pixels` {data.video_min_pixels} is above `video_max_pixels` {data.video_max_pixels}"),
-    Rule("eval_steps", lambda run: run.data.eval_dataset_name is None,
-         "`eval_steps` {train.eval_steps} needs `eval_dataset_name`, the data to evaluate on"),
     Rule("load_best_model_at_end", lambda run: run.data.eval_dataset_name is None or not run.train.eval_steps,
          "`load_best_model_at_end` needs `eval_dataset_name` and `eval_steps` above 0"),
     Rule("load_best_model_at_end",

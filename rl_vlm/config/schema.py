@@ -3,7 +3,7 @@
 from pydantic import model_validator
 from pydantic.fields import FieldInfo
 
-from rl_vlm.config.rules import CONFLICTS, UNREAD, broken
+from rl_vlm.config.rules import CONFLICTS, WITHOUT_EFFECT, broken
 from rl_vlm.config.sections import (
     AlgorithmConfig,
     DataConfig,
@@ -33,7 +33,7 @@ class RunConfig(Sections):
 
     @model_validator(mode="after")
     def _check_combinations(self) -> "RunConfig":
-        if problems := list(broken(self, UNREAD + CONFLICTS)):
+        if problems := list(broken(self, WITHOUT_EFFECT + CONFLICTS)):
             raise ValueError("\n".join(problems))
         return self
 

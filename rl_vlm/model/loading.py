@@ -92,7 +92,7 @@ def load_policy(
     enable_autocast_experts(transformer)
     use_linear_patches(transformer)
     enable_recomputation(transformer, family, config.memory)
-    refuse_unshareable(transformer, config.memory, config.model)
+    refuse_unshareable(transformer, config.memory)
 
     dtype = compute_dtype(config.model)
     for parameter in model.parameters():
@@ -288,7 +288,7 @@ def load_adapter(model: PreTrainedModel, source: str, config: ModelConfig) -> Pe
     return peft_model
 
 
-def refuse_unshareable(model: PreTrainedModel, memory: MemoryConfig, config: ModelConfig) -> None:
+def refuse_unshareable(model: PreTrainedModel, memory: MemoryConfig) -> None:
     """Raise ConfigError if `prefix_sharing: shared` cannot be exact. `auto` falls back to the dense path."""
     reason = why_not_shared(model)
     if memory.prefix_sharing == "shared" and reason:

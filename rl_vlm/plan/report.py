@@ -100,7 +100,7 @@ def limits(config: RunConfig, hardware: Hardware, model: Model, plan: MemoryPlan
         together = completions_together(config, model, plan)
         yield f"Completions of {length:,} tokens in one micro-batch with their prompt: {together:,}."
     if config.rollout.facts.reserves_memory:
-        yield from vllm_limits(config, hardware, model, plan)
+        yield from vllm_limits(config, model, plan)
     rows = config.train.per_device_train_batch_size
     if rows is not None:
         yield (
@@ -109,7 +109,7 @@ def limits(config: RunConfig, hardware: Hardware, model: Model, plan: MemoryPlan
         )
 
 
-def vllm_limits(config: RunConfig, hardware: Hardware, model: Model, plan: MemoryPlan) -> Iterator[str]:
+def vllm_limits(config: RunConfig, model: Model, plan: MemoryPlan) -> Iterator[str]:
     """Yield the number of sequences in vLLM's cache, and the range of vLLM's fraction of the card."""
     needed, utilization = vllm_needs(config, model, plan.card), config.vllm.vllm_gpu_memory_utilization
     least, enough, most = vllm_fractions(config, model, plan).values()

@@ -12,8 +12,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from rl_vlm.config.engines import engine_named, engines_where
+from rl_vlm.config.engines import engines_where
 from rl_vlm.config.schema import RunConfig
+from rl_vlm.config.unread import by_section, unread_settings
 from rl_vlm.distributed.shardings import SHARDINGS
 from rl_vlm.errors import RLVLMError
 from rl_vlm.plan.build import (
@@ -129,6 +130,8 @@ def adapters(config: RunConfig) -> Iterator[Changes]:
     changes: Changes = {}
     if not config.model.use_peft:
         changes = {"model.use_peft": True, "model.freeze_vision_tower": True}
+        if config.model.trainable_modules is not None:
+            changes["model.trainable_modules"] = None
         yield changes
     if not config.model.load_in_4bit:
         changes = changes | {"model.load_in_4bit": True}
@@ -183,23 +186,10 @@ def adapted(
 
 def with_changes(config: RunConfig, changes: Changes) -> RunConfig:
     """Apply changes to the settings, and drop the settings that then have no effect."""
-    data = config.model_dump(exclude_unset=True)
-    for key, value in changes.items():
-        section, name = key.split(".")
-        data.setdefault(section, {})[name] = value
-    engine = engine_named(changes.get("rollout.engine"))
-    if engine is not None and engine.samples_from_policy:
-        data.pop("vllm", None)
-        without(data, "algorithm", "vllm_")
-        without(data, "rollout", "weight_sync_steps", "lora_sync", "max_staleness")
-    if changes.get("model.use_peft"):
-        without(data, "model", "trainable_modules")
-    return RunConfig.model_validate(data)
-
-
-def without(data: dict[str, Any], section: str, *prefixes: str) -> None:
-    """Remove the settings of a section whose names begin with one of the prefixes."""
-    data[section] = {name: value for name, value in data.get(section, {}).items() if not name.startswith(prefixes)}
+    given = config.model_dump(exclude_unset=True)
+    settings = {f"{section}.{leaf}": value for section, values in given.items() for leaf, value in values.items()}
+    unread = [name for name in unread_settings(settings | changes) if name not in changes]
+    return RunConfig.model_validate(by_section({k: v for k, v in (settings | changes).items() if k not in unread}))
 
 
 def smallest(config: RunConfig, hardware: Hardware, models: Models) -> list[Setup]:

@@ -12,15 +12,12 @@ from rl_vlm.config import trl_fields
 from rl_vlm.config.conversions import NOTE, PROCESSES
 from rl_vlm.config.elsewhere import LEFT_OUT, ROWS, row_of
 from rl_vlm.config.load import FULL_NAMES
-from rl_vlm.config.rules import CONFLICTS, FOR_TRAINING, UNREAD, broken
+from rl_vlm.config.rules import CONFLICTS, FOR_TRAINING, broken
 from rl_vlm.config.schema import SECTIONS, SETTINGS
-from rl_vlm.config.sections import Sections
 from rl_vlm.config.trl_refused import CHANGE_NO_RESULT
+from rl_vlm.config.unread import required, unchecked, unread_settings
 from rl_vlm.errors import ConfigError, did_you_mean
 from rl_vlm.tools.migrate.source import Item, Original
-
-WITHOUT_EFFECT = (*UNREAD, *(rule for rule in CONFLICTS if rule.names == "eval_steps"))
-"""Rules about settings that a run would not use: they are left out."""
 
 
 @dataclass
@@ -169,39 +166,18 @@ def _misfit(name: str, value: Any) -> str:
     """Return why a setting cannot have a value, or nothing."""
     section, leaf = name.split(".")
     try:
-        SECTIONS[section].model_validate({**_required(section), leaf: value})
+        SECTIONS[section].model_validate({**required(section), leaf: value})
     except ValidationError as error:
         detail = error.errors()[0]
         return f"cannot be {value!r}: {detail['msg'].removeprefix('Value error, ').replace('Input', 'it')}"
     return ""
 
 
-def _required(section: str) -> dict[str, Any]:
-    """Return values for settings that a section needs."""
-    return {name: "model" for name, field in SECTIONS[section].model_fields.items() if field.is_required()}
-
-
-def _unchecked(settings: Mapping[str, Any]) -> Sections:
-    """Build the settings without the rules about several of them."""
-    values = {section: _required(section) for section in SECTIONS}
-    for name, value in settings.items():
-        section, leaf = name.split(".")
-        values[section][leaf] = value
-    return Sections.model_validate(values)
-
-
 def _leave_out_unread(result: Translation) -> None:
     """Leave out settings that have no effect here because of others."""
-    left_out = True
-    while left_out:
-        config = _unchecked(result.settings | result.expected)
-        rules = [rule for rule in WITHOUT_EFFECT if any(broken(config, [rule]))]
-        leaves = {leaf for rule in rules for leaf in rule.names.split()}
-        left_out = [name for name in result.settings if name.split(".")[1] in leaves]
-        for name in left_out:
-            del result.settings[name]
-            if result.assumed.pop(name, None) is None:
-                result.needless.append(name.split(".")[1])
+    for name in unread_settings(result.settings | result.expected):
+        if result.settings.pop(name, None) is not None and result.assumed.pop(name, None) is None:
+            result.needless.append(name.split(".")[1])
 
 
 def _problems(result: Translation) -> Iterator[str]:
@@ -210,4 +186,4 @@ def _problems(result: Translation) -> Iterator[str]:
         yield "`model.model_name_or_path`, the model to train, is not set"
     unknown = {name.split(".")[1] for names in result.to_fill_in.values() for name in names if name in SETTINGS}
     rules = [rule for rule in (*CONFLICTS, *FOR_TRAINING) if not unknown.intersection(rule.names.split())]
-    yield from broken(_unchecked(result.settings | result.expected), rules)
+    yield from broken(unchecked(result.settings | result.expected), rules)

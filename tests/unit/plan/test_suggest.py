@@ -1,7 +1,10 @@
 """Suggested set-ups of a model of round numbers; nothing is traced."""
 
+from pathlib import Path
+
 import pytest
 
+from rl_vlm.config.load import load_config
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.errors import RLVLMError
 from rl_vlm.plan import suggest
@@ -187,9 +190,19 @@ def test_settings_without_effect_are_left_out_of_a_change():
         rollout={"engine": "vllm", "weight_sync_steps": 2},
         vllm=vllm,
         algorithm={"vllm_importance_sampling_clip_max": 2.0},
+        train={"adam_beta2": 0.99},
     )
-    changed = with_changes(run, QLORA)
+    *_, qlora = suggest.adapters(run)
+    changed = with_changes(run, qlora)
     assert (changed.model.load_in_4bit, changed.model.trainable_modules, changed.rollout.engine) == (True, None, "hf")
+    assert "adam_beta2" not in with_changes(run, {"train.optim": "adafactor"}).train.model_fields_set
+
+
+@pytest.mark.parametrize("path", sorted(Path("configs").glob("*.yaml")), ids=str)
+def test_each_saving_is_tried_for_the_ready_files(path: Path):
+    config = load_config(path, ["model_name_or_path=a"])
+    for changes in suggest.savings(config):
+        with_changes(config, changes)
 
 
 def test_changes_that_contradict_the_settings_are_no_set_up():
