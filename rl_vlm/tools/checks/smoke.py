@@ -52,7 +52,7 @@ LOOK_AT_IT = (
 NUM_PROMPTS = 2
 """Minimum number of prompts per step. A step has more if rows differ in their numbers of images."""
 UNPROVEN = (
-    "The run is right, and slower. docs/memory.md has the checks of the proof; another version of torch, or "
+    "The run is right, and slower. docs/proof.md has the checks; another version of torch, or "
     "memory.shared_attention: sdpa, may be proven."
 )
 REMEDY = "Change what the message names: the run would end so, too."
