@@ -44,7 +44,12 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
         help="list set-ups, the ones that fit best first, and what each saving costs",
     )
     parser.add_argument("--json", action="store_true", help="print the plan as JSON; docs/memory.md has its keys")
-    parser.add_argument("--picture", type=path, metavar="FILE", help="draw the phases as stacked bars, in a PNG file")
+    parser.add_argument(
+        "--picture",
+        type=path,
+        metavar="FILE",
+        help="draw whether it fits, and the stages as stacked bars, in a PNG, SVG or PDF file",
+    )
 
 
 def plan_command(config: RunConfig, options: argparse.Namespace) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from launch.plan import accelerate_file, add_plan_flags, planned_hardware
 from rl_vlm.errors import ConfigError
+from rl_vlm.plan.picture import FORMATS
 
 ROOT = Path(__file__).parents[3]
 LAUNCH = ROOT / "launch" / "accelerate"
@@ -70,6 +71,15 @@ def test_a_file_that_is_not_text(tmp_path: Path):
     path.write_bytes(b"\x80\xff")
     with pytest.raises(ConfigError, match="cannot be read"):
         accelerate_file(path)
+
+
+def test_the_help_and_the_page_name_the_formats_of_a_picture():
+    assert FORMATS == ("png", "svg", "pdf")
+    parser = argparse.ArgumentParser()
+    add_plan_flags(parser)
+    for text in (parser.format_help(), (ROOT / "docs/memory.md").read_text()):
+        described = " ".join(text.rpartition("--picture FILE")[2][:300].split())
+        assert "PNG, SVG or PDF file" in described
 
 
 @pytest.mark.parametrize(
