@@ -9,7 +9,9 @@ import pytest
 from rl_vlm.config.batches import batch_sizes
 from rl_vlm.config.load import check_trainable, load_config
 from rl_vlm.config.schema import RewardsConfig
+from rl_vlm.log.messages import held_out_line
 from rl_vlm.model.families import FAMILIES
+from rl_vlm.passes.proof import OWN_FORWARD, SHARED, Comparison, ProofCheck
 from rl_vlm.reward.suite import RewardSuite
 from rl_vlm.types import TrainerState
 from tests.helpers.builders import answered_group
@@ -18,6 +20,7 @@ from tests.helpers.pages import README, ROOT, block
 TEXT = README.read_text()
 MESSAGES = [{"role": "user", "content": "Which digit is this?"}]
 BENCHMARKS = ROOT / "docs" / "benchmarks"
+LOG = " ".join((ROOT / "docs/LOG.md").read_text().split())
 
 
 def test_it_is_a_page_of_120_lines():
@@ -44,9 +47,9 @@ def test_the_custom_reward(prompt: str | list, tmp_path: Path, monkeypatch: pyte
 
 
 def test_the_run_of_your_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    (tmp_path / "my_run.yaml").write_text(block(TEXT, "yaml", "# my_run.yaml"))
+    (tmp_path / "my_first_run.yaml").write_text(block(TEXT, "yaml", "# my_first_run.yaml"))
     monkeypatch.chdir(tmp_path)
-    config = load_config("my_run.yaml")
+    config = load_config("my_first_run.yaml")
     check_trainable(config)
     assert batch_sizes(config, world_size=1).completions_per_step == 128
     with RewardSuite(config.rewards) as suite:
@@ -69,11 +72,29 @@ def test_the_figures_against_trl_are_those_of_the_benchmarks():
 
 
 def test_the_figures_of_exactness_are_those_of_the_table_of_families():
-    page = (ROOT / "docs/families.md").read_text()
-    rows = re.findall(r"^\| (\w+) \| (\S+) / \S+ \| (\S+) / ", page.split("<!-- table: begin -->")[1], re.MULTILINE)
-    count = re.search(r"shared prompts, (\d+) tiny models", TEXT)
-    assert count and int(count[1]) == len(rows)
+    listed, measured = (ROOT / "docs/families.md").read_text().split("<!-- table: begin -->")
+    rows = re.findall(r"^\| (\w+) \| (\S+) / \S+ \| (\S+) / ", measured, re.MULTILINE)
+    families = re.findall(r"^\| [^|]+ \| (`[^|]+) \| shared row", listed, re.MULTILINE)
+    counts = re.search(r"\[exactness\]\S+ in (\d+) tiny models of (\d+) families", TEXT)
+    assert counts and int(counts[1]) == len(rows)
+    assert int(counts[2]) == sum(line.count(",") + 1 for line in families)
     assert figures("exactness") == [max(float(row[1]) for row in rows), max(float(row[2]) for row in rows)]
+
+
+def test_the_lines_of_a_run_are_those_that_it_logs():
+    """The scores are of a run that docs/LOG.md describes."""
+    lines = block(TEXT, "text", "held out").splitlines()
+    assert lines[0] == held_out_line(0, held_out(0.302, 1.0, 0.102))
+    assert lines[3] == held_out_line(100, held_out(1.149, 1.0, 0.949))
+    for line, of, difference in ((lines[1], OWN_FORWARD, 2.1e-7), (lines[2], SHARED, 3.7e-7)):
+        check = ProofCheck(of, (Comparison("log-probs", difference, 1e-5), Comparison("the worst log-prob", 0.0, 5e-5)))
+        assert str(check).startswith(line.removesuffix("…"))
+    assert "0.102 held out before" in LOG and "0.949 after 100" in LOG
+
+
+def held_out(reward: float, format_tags: float, exact_match: float) -> dict[str, float]:
+    names = {"rewards/format_tags/mean": format_tags, "rewards/exact_match/mean": exact_match}
+    return {"reward": reward, **names}
 
 
 def test_the_number_of_families_is_that_of_the_table():
