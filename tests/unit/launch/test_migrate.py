@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from launch import cli
+from tests.helpers.pages import ROOT, block
 
 
 def migrate(*words: str) -> int:
@@ -162,3 +163,12 @@ def test_the_command_imports_no_torch_and_executes_nothing(tmp_path):
     )
     subprocess.run([sys.executable, "-c", program, str(script)], check=True, capture_output=True)
     assert not (tmp_path / "touched").exists()
+
+
+def test_the_example_of_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    page = (ROOT / "docs/migrate.md").read_text()
+    printed = output(block(page, "bash", "torchrun"), tmp_path, capsys)
+    for part in block(page, "yaml", "model:").split("…\n"):
+        assert part in printed
+        printed = printed.partition(part)[2]
+    assert printed == ""
