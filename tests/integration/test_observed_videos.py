@@ -148,7 +148,7 @@ class Trial:
         if type(processor_of(self.checkpoint)).__name__ not in EQUAL_LENGTHS:
             return video_prompt(self.checkpoint, [each for owner in owners for each in self.media[owner]]).mm_inputs
         names = dict.fromkeys(name for owner in owners for name in owner.mm_inputs)
-        dims = {"pixel_values_videos": -1} if "target_sizes_videos" in names else {}
+        dims = {"pixel_values": -1, "pixel_values_videos": -1} if "target_sizes_videos" in names else {}
         return {
             name: torch.cat([o.mm_inputs[name] for o in owners if name in o.mm_inputs], dim=dims.get(name, 0))
             for name in names
