@@ -37,10 +37,11 @@ def chat_parser() -> argparse.ArgumentParser:
     parser.add_argument("--engine", choices=in_process, default="hf", help="what samples; default: hf")
     add_host(parser)
     parser.add_argument(
-        "--port", type=port_or_any, default=8000, metavar="PORT", help="default: 8000; 0 is any that is free"
-    )
+        "--port", type=port_or_any, default=8000, metavar="PORT",
+        help="port to listen on; 0 takes any free port; default: 8000",
+    )  # fmt: skip
     parser.add_argument(
-        "--served-model-name", metavar="NAME", help="name that requests give the model; default: CHECKPOINT as written"
+        "--served-model-name", metavar="NAME", help="name of the model in requests; default: CHECKPOINT as written"
     )
     return parser
 

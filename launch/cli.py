@@ -100,7 +100,7 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
     add_host(parser)
     parser.add_argument(
         "--port", type=port, metavar="PORT",
-        help="port of the first server, and the next ones for others; default: any that is free",
+        help="port of the first server; further servers take the next ports; default: any free port",
     )  # fmt: skip
 
 
@@ -118,7 +118,7 @@ def add_eval_flags(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--keep-by", metavar="FUNCTION",
-        help="reward function whose score that is; default: the one with the largest weight",
+        help="reward function whose score decides; default: the function with the largest weight",
     )  # fmt: skip
     parser.add_argument(
         "--checkpoint", action="append", default=[], metavar="PATH",
@@ -410,7 +410,7 @@ def _parser(name: str) -> argparse.ArgumentParser:
     if name not in ("plan", "doctor", "launch"):  # these start no run
         parser.usage = f"{parser.usage} [--dry-run]"
         parser.add_argument(
-            "--dry-run", action="store_true", help="print the resolved run, check what needs no model, and stop"
+            "--dry-run", action="store_true", help="print all settings, run the checks that need no model, and stop"
         )
     if name in FLAGS:
         FLAGS[name](parser)

@@ -24,8 +24,9 @@ def export_parser() -> argparse.ArgumentParser:
         help="merge the adapter of a LoRA run into its base model, and write all weights",
     )
     parser.add_argument(
-        "--to", type=path, metavar="DIR", help="directory to write; default: export, beside the checkpoint"
-    )
+        "--to", type=path, metavar="DIR",
+        help="directory to write; default: `export` in the parent directory of the checkpoint",
+    )  # fmt: skip
     parser.add_argument(
         "--dtype", choices=["float32", "bfloat16"],
         help="precision of a model's weights; default: the run's model.dtype",

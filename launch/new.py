@@ -26,7 +26,7 @@ def new_parser() -> argparse.ArgumentParser:
     parser.add_argument("directory", type=path, metavar="NAME", help="directory to write, which must not exist")
     parser.add_argument("--kind", default="answer", metavar="KIND", help="what the model does; default: answer")
     parser.add_argument(
-        "--family", default="qwen2_5_vl", metavar="FAMILY", help="of the tiny model; default: qwen2_5_vl"
+        "--family", default="qwen2_5_vl", metavar="FAMILY", help="family of the tiny model; default: qwen2_5_vl"
     )
     return parser
 

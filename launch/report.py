@@ -23,8 +23,8 @@ def report_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "folders", nargs="+", type=path, metavar="FOLDER",
-        help="train.output_dir of a run, complete or not, or the evaluation/ in it; of several, one page compares all; "
-        "of a directory that holds runs, the page is an index of them",
+        help="train.output_dir of a run, complete or not, or its evaluation/. Several folders: one page compares them. "
+        "A directory that contains runs: the page is an index of them",
     )  # fmt: skip
     parser.add_argument(
         "--output", type=path, metavar="FILE",
@@ -33,7 +33,7 @@ def report_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument(
         "--completions", type=at_least_100, metavar="N",
-        help="completions on the page, equally many of each window; fewer make a smaller file; default: 10000",
+        help="maximum number of completions on the page, spread evenly over the windows; default: 10000",
     )  # fmt: skip
     return parser
 

@@ -28,7 +28,7 @@ LONGEST_WAIT, SHORTEST_WAIT = 1.0, 0.02
 SEARCH_SHARE = 1 / 100
 """Largest share of a core for the search for new processes, which takes longer if the machine has many."""
 BYTES_PER_SECOND = 8e9
-"""Speed at which a process is expected to fill memory at most."""
+"""Maximum speed at which a process is expected to fill memory, in bytes per second."""
 SIGNALS = (signal.SIGCHLD, signal.SIGTERM)
 """Signals that a supervisor handles: a child has ended, and the main process asks it to end."""
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36

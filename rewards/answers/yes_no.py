@@ -22,7 +22,7 @@ STATED = re.compile(rf"\b{STATEMENT}\s*(yes|no|true|false)\b", re.IGNORECASE)
 
 
 def yes_no(completions: Sequence[Completion], solution: Sequence[Any]) -> list[Score]:
-    """Return 1.0 if the answer begins with the yes or no that `solution` is, else 0.0; None if `solution` is None.
+    """Return 1.0 if the answer begins with yes or no, as `solution` does, else 0.0; None if `solution` is None.
 
     "True" means yes and "false" means no. A solution that is neither yes nor no is a fault.
     """

@@ -32,8 +32,8 @@ def total_rewards(
 ) -> Float[Tensor, "prompts group"]:
     """Compute the weighted sum over reward functions; NaN for invalid completions.
 
-    If a function does not apply to a completion (NaN), its mean over the group's valid completions is used, so that it
-    changes neither the completion's advantage nor the group's baseline. TRL counts such a score as 0.
+    If a function does not apply to a completion (NaN), replace its score by its mean over the group's valid
+    completions. This changes neither the completion's advantage nor the group's baseline. TRL counts such a score as 0.
     """
     scores = scores_PGF.double().masked_fill(~valid_PG[:, :, None], torch.nan)
     sibling_means = scores.nanmean(dim=1, keepdim=True).nan_to_num(0.0)

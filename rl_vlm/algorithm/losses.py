@@ -88,9 +88,9 @@ def policy_loss(
     """Compute this micro-batch's share of the optimizer step's loss, and its metrics.
 
     `weights_NT` are the weights of its tokens in the step's loss, 0 where masked. If gradients are averaged over ranks,
-    as in DDP and DeepSpeed, multiply the loss by the number of ranks. If a completion is cut, the gradient is that of
-    its whole loss, and the value counts the tokens of this micro-batch.
-    Raises ValueError if `beta` > 0 and reference log-probs are missing.
+    as in DDP and DeepSpeed, multiply the loss by the number of ranks. For a cut completion, the result has the gradient
+    of its whole loss, and the value of this micro-batch's tokens. Raises ValueError if `beta` > 0 and reference
+    log-probs are missing.
     """
     ratio_NK = importance_ratio(inputs, algorithm.importance_sampling_level)
     loss_NK, clipped = token_loss(ratio_NK, inputs, algorithm)

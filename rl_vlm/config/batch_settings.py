@@ -19,7 +19,7 @@ DEFAULTS = {"per_device_train_batch_size": TRL_PER_DEVICE_BATCH_SIZE, "gradient_
 """Defaults of TRL's settings if `prompts_per_step` is not given."""
 
 OPTIONAL = ("steps_per_generation", "gradient_accumulation_steps", "per_device_train_batch_size")
-"""Settings that can be left out, in the order in which a suggestion gives them up."""
+"""Settings that a suggestion may leave out, the first one first."""
 
 TRIED = (
     "prompts_per_step", "per_device_train_batch_size", "gradient_accumulation_steps", "num_generations", "world_size",

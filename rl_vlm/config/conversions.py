@@ -99,7 +99,7 @@ def _step_and_steps(given: Given) -> tuple[int, int]:
     window, step = count(window, "train_batch_size"), count(step, "ppo_mini_batch_size")
     if window % step:
         raise ValueError(
-            f"a rollout of {window} prompts is no whole number of steps of {step}; choose `train.prompts_per_step`"
+            f"a rollout of {window} prompts is not a multiple of the step's {step}; choose `train.prompts_per_step`"
         )
     return step, window // step
 

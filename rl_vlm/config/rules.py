@@ -70,7 +70,8 @@ def broken(config: Sections, rules: Iterable[Rule]) -> Iterator[str]:
 
 
 def taken_names(run: Sections) -> list[dict[str, Any]]:
-    """Return the names of reward functions that a run uses itself, as far as they are known before loading."""
+    """Return the names of reward functions that clash with names of the run. Only names in the settings are checked,
+    since functions are not loaded."""
     specs = [spec for spec in run.rewards.specs if spec.name or is_live_name(spec.function)]
     labels = {spec.name or label_of_live(spec.function) for spec in specs}
     return [{"name": name} for name in sorted(filter(is_taken, labels))]
@@ -328,8 +329,8 @@ CONFLICTS = (
     Rule("environment", lambda run: run.rollout.environment == {},
          "`environment` is an empty mapping; name classes, or write null"),
     Rule("endpoint_url", lambda run: run.rollout.has_tools,
-         "`endpoint_url` cannot be used with `tools` or `environment`: endpoints return no token ids, which the next "
-         "turn goes on after; leave it out, and name a checkpoint"),
+         "`endpoint_url` cannot be used with `tools` or `environment`: endpoints return no token ids, and the next "
+         "turn needs them; leave it out, and name a checkpoint"),
     Rule("video_format", lambda run: run.evaluation.endpoint_url is not None and run.data.video_format == "native",
          "`video_format` native cannot be used with `endpoint_url`: endpoints get each frame of a video as an image; "
          "leave it out"),
@@ -465,7 +466,7 @@ FOR_TRAINING = (
          lambda run: not run.rollout.facts.has_untruncated_logprobs
                      and (run.rollout.top_p < 1 or run.rollout.top_k > 0 or bool(run.rollout.min_p)),
          "`rollout.engine` is {rollout.engine}: with `top_p`, `top_k` or `min_p` {rollout.facts.title} returns "
-         "log-probs of what these leave, and training needs them as they were before; unset them, or use the engine "
+         "log-probs after these filters, and training needs log-probs before them; unset them, or use the engine "
          f"{UNTRUNCATED}"),
     Rule("endpoint_url", lambda run: True,
          "`evaluation.endpoint_url` is for `rl-vlm eval`: a run evaluates what it trains; leave it out"),

@@ -51,14 +51,14 @@ def _as_list(value: Any) -> Any:
 def size_in_bytes(text: str) -> int:
     """Return the bytes of a size with a unit, such as 4GiB. Raises ValueError for any other text."""
     if not re.fullmatch(r"\d+(\.\d+)?\s*[KMGT]i?B", text):
-        raise ValueError(f"{text!r} is no size; write a number and a unit, as in 512MiB or 4GiB")
+        raise ValueError(f"{text!r} is not a size; write a number and a unit, as in 512MiB or 4GiB")
     return int(TypeAdapter(ByteSize).validate_python(text))
 
 
 def _checked_size(text: str) -> str:
     """Return a size unchanged. Raises ValueError if it is not a size, or is 0."""
     if not size_in_bytes(text):
-        raise ValueError(f"{text!r} leaves no memory; null is no limit")
+        raise ValueError(f"{text!r} is 0, which leaves no memory; null means no limit")
     return text
 
 
@@ -81,10 +81,10 @@ class ModelConfig(Section):
     """Compile decoder layers and the LM head's log-probs with `torch.compile`, so that fewer operators read and write
     memory, and the first passes take longer. `auto`: on CUDA; docs/memory.md has the exceptions."""
     verify: Literal["auto", "full", "off"] = "auto"
-    """Before the first step, prove on a few of the run's own completions that its rows equal the model's own
-    forward, that images and prompts arrive, that nothing leaks, and that trained weights have gradients. The run goes
-    on with a slower way if shared rows are not proven, and ends if something else is wrong. `full` takes all
-    completions of the first step, and makes up longer ones."""
+    """Check a few of the run's completions before the first step: its rows equal the model's own forward, images and
+    prompts have an effect, completions do not see each other, and trained weights have gradients. If shared rows fail,
+    the run continues with a slower way. If another check fails, it ends. `full` takes all completions of the first
+    step, and makes up longer ones."""
     verify_length: int | None = Field(default=None, ge=1)
     """Tokens of the longest completion that `verify: full` makes up, if more than 512. Default:
     `rollout.max_completion_length`."""
@@ -243,8 +243,9 @@ class RolloutConfig(Section):
     """Optimizer steps between checks that vLLM and the trainer compute the same log-probs. With 0, only the first
     rollouts are checked. `vllm.vllm_max_logp_difference` is the limit."""
     max_staleness: int = Field(default=0, ge=0, le=1)
-    """Generation windows that sampling may be behind training. With 1, servers sample the next window while the current
-    one is trained on, and importance weights correct for the older weights. 0 waits for the latest weights."""
+    """Maximum number of generation windows by which sampling may use older weights than training. With 1, servers
+    sample the next window while the current one is trained on, and importance weights correct for the older weights. 0
+    waits for the latest weights."""
     lora_sync: Literal["adapter", "merge"] = "adapter"
     """What a LoRA run sends to vLLM: the adapter, or the base weights merged with it. Merging is for adapters that vLLM
     cannot load: on the vision tower, with DoRA, or with fully trained modules."""
@@ -276,9 +277,9 @@ class RolloutConfig(Section):
     """Functions that the model can call, as `file.py:function` or `module:function`. `docs/environments.md` has the
     contract."""
     environment: str | dict[str, str] | None = None
-    """Class whose public methods are tools, or that takes steps, as `file.py:Class`, or several such classes by name.
-    With several, the column `environment` of a row names its class. `gymnasium:`, `openenv:`, `vagen:` and `skyrl:`
-    before a name are adapters."""
+    """Environment class as `file.py:Class`, or a mapping of names to classes. Its public methods are tools, or it takes
+    steps (`environment_protocol`). With several, the column `environment` of a row names its class. `gymnasium:`,
+    `openenv:`, `vagen:` and `skyrl:` before a name are adapters."""
     environment_protocol: Literal["tools", "steps"] = "tools"
     """Use of a turn: `tools` runs the methods that the model calls, `steps` passes the text to `step(text)`, as in
     Gymnasium."""
@@ -292,8 +293,8 @@ class RolloutConfig(Section):
     max_environments: int | None = Field(default=None, ge=1)
     """Instances of the environment per process. Default: one for each completion of a window."""
     environment_isolation: Literal["thread", "process"] = "thread"
-    """Where instances of the environment live: in threads of the run, or each in a process of its own, so that a crash,
-    a leak or a hang ends that process and nothing else."""
+    """Run instances of the environment in threads of the run, or each in a separate process. A crash, a leak or a hang
+    then ends only that process."""
     environment_memory: Annotated[str, AfterValidator(_checked_size)] | None = "4GiB"
     """Memory of an instance with `environment_isolation` process, with all processes that it starts. If it uses more,
     it is killed, and the completion is masked. null: no limit."""
@@ -402,8 +403,8 @@ class RewardSpec(Section):
     calls: Literal["window", "group"] = "window"
     """Call the function once for all completions of a generation window, or once for the completions of each prompt."""
     applies_to: dict[str, Any] = {}
-    """Rows that the function scores: by column, the value or the list of values that a row must have, as in
-    `{data_source: [geometry3k, clevr]}`. It does not apply to others. Default: all rows."""
+    """Rows that the function scores. Each column maps to the value, or the list of values, that a row must have, as in
+    `{data_source: [geometry3k, clevr]}`. It does not apply to other rows. Default: all rows."""
     on_error: Literal["mask", "raise"] = "mask"
     """What to do with a fault of the function in training: leave the completion out, or end the run."""
 
@@ -429,13 +430,14 @@ class AlgorithmConfig(Section):
     """How token losses are computed and averaged, or a token loss of your own: `file.py:function` or
     `module:function` (docs/losses.md). GSPO is `importance_sampling_level: sequence`."""
     loss_weights: Literal["token", "completion", "budget"] = "token"
-    """How the tokens of your own `loss_type` are averaged: all tokens of the step alike, as in `dapo`, the mean of each
-    completion, as in `grpo`, or the sum divided by completions × `max_completion_length`, as in `dr_grpo`."""
+    """Average of the tokens' losses with your own `loss_type`. `token`: mean over all tokens of the step, as in `dapo`.
+    `completion`: mean over completions of their means, as in `grpo`. `budget`: sum divided by completions ×
+    `max_completion_length`, as in `dr_grpo`."""
     importance_sampling_level: Literal["token", "sequence"] = "token"
     """Compute the ratio per token, or per completion (GSPO)."""
     vllm_importance_sampling_correction: bool = True
-    """Multiply the loss by importance weights, which correct for differences between the log-probs of vLLM and of the
-    trained model: by rounding, and by older weights in vLLM."""
+    """Multiply the loss by importance weights. They correct for the difference of log-probs between vLLM and the
+    trained model, which comes from rounding and from older weights in vLLM."""
     vllm_importance_sampling_mode: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = (
         "sequence_mask"
     )
@@ -467,14 +469,14 @@ class AlgorithmConfig(Section):
     ref_model_sync_steps: int = Field(default=512, ge=1)
     """Optimizer steps between moves of the reference model."""
     loss_normalizer: Literal["step", "window"] = "step"
-    """Tokens that `dapo` and `cispo` divide by: those of the optimizer step, or, as in TRL, the average of the steps of
-    its generation window. They differ if a window has several steps."""
+    """Number of tokens that `dapo` and `cispo` divide by. `step`: tokens of the optimizer step. `window`: mean over the
+    steps of the generation window, as in TRL. They are equal if a window has one step."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """Divide advantages by the standard deviation of rewards in the group, in the generation batch, or not at all."""
     turn_advantages: Literal["none", "return", "gigpo"] = "none"
-    """Advantages of the turns of a completion with tools: the completion's for all (`none`), one of discounted rewards
-    from the turn on (`return`), or the completion's plus one among turns that begin with an equal observation
-    (`gigpo`). docs/environments.md has the formulas."""
+    """Advantages of the turns of a completion with tools. `none`: every turn has the completion's advantage. `return`:
+    from the discounted rewards of this and later turns. `gigpo`: the completion's advantage, plus an advantage among
+    turns that begin with an equal observation. docs/environments.md has the formulas."""
     turn_discount: float = Field(default=1.0, ge=0, le=1)
     """Discount per turn of later rewards, with `turn_advantages`."""
     turn_weight: float = Field(default=1.0, gt=0)
@@ -581,8 +583,8 @@ class TrainConfig(Section):
     lost_rank_seconds: float = Field(default=60.0, gt=0)
     """Seconds without a sign of life after which a process of the run is lost, and the others end."""
     ddp_timeout: float = Field(default=1800.0, gt=0)
-    """Seconds after which a process that makes no progress counts as hanging, and the others end: the time limit of
-    collectives. A process that waits for a slow reward function makes progress."""
+    """Time limit of collectives, in seconds. If a process makes no progress for this long, it counts as hanging, and
+    the others end. A process that waits for a slow reward function makes progress."""
 
 
 class EvaluationConfig(Section):
@@ -600,8 +602,8 @@ class EvaluationConfig(Section):
 
 class MemoryConfig(Section):
     micro_batch_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
-    """Budget of one forward and backward pass in language tokens; the loss and gradient do not depend on it. `auto` is
-    what fits on the device by the memory plan (`rl-vlm plan`)."""
+    """Budget of one forward and backward pass in language tokens; the loss and gradient do not depend on it. `auto`:
+    the largest budget that fits on the device by the memory plan (`rl-vlm plan`)."""
     prefix_sharing: Literal["auto", "shared", "dense"] = "auto"
     """Compute prompt and images once per group (`shared`) or completion (`dense`), or whichever is cheaper (`auto`)."""
     shared_attention: SharedAttention = "auto"

@@ -34,7 +34,9 @@ NOT_HERE: dict[str, dict[str, Any]] = {
     "the optimizer has the settings `optim`, `adam_…` and `weight_decay`": {
         "optim_args": None, "optim_target_modules": None,
     },
-    "noise in the embeddings would make the trained policy another one than the sampled": {"neftune_noise_alpha": None},
+    "with noise in the embeddings, the run would not train the policy that it samples from": {
+        "neftune_noise_alpha": None
+    },
     "the loss has no labels": {"label_smoothing_factor": 0.0, "label_names": None},
     "the loss is normalised over all processes": {"average_tokens_across_devices": True},
     # `disable_dropout: false` is TRL's default, so it is accepted. Dropout is off all the same.

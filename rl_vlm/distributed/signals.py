@@ -169,8 +169,8 @@ def wait_until_done(future: Future[Any]) -> None:
 def handled(is_joining: bool = False) -> Iterator[None]:
     """Handle the signals in this context. Do nothing in a nested context, or outside the main thread.
 
-    With `is_joining`, no signal raises before `stop.end_joining`: this process is joined with the others first, so that
-    all of them learn of the signal. Signals that are ignored already, such as SIGHUP with nohup, stay ignored.
+    With `is_joining`, signals raise only after `stop.end_joining`. The processes then have joined, so all of them learn
+    of the signal. Signals that are ignored already, such as SIGHUP with nohup, stay ignored.
     """
     if stop.is_handled or threading.current_thread() is not threading.main_thread():
         yield
@@ -199,7 +199,7 @@ def handled(is_joining: bool = False) -> Iterator[None]:
 
 @contextmanager
 def ignored_afterwards() -> Iterator[None]:
-    """Ignore the signals after this context, which runs a process's command, so that its exit status stands.
+    """Ignore the signals after this context. It runs the command of a process, whose exit status must not change.
 
     The launcher sends the other ranks a signal when the first one has ended.
     """

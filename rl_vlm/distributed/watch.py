@@ -279,8 +279,8 @@ class Watch:
     def failures_shared(self) -> Iterator[None]:
         """Show the other ranks the error that ends the block, unless all ranks raise it.
 
-        If a lost rank may have caused the error, wait for the verdict and raise RankLost instead. An RLVLMError names
-        its own cause and is kept, so that ranks which refuse the same settings one after the other all say why.
+        If a lost rank may have caused the error, wait for the verdict and raise RankLost instead. Keep an RLVLMError,
+        which names its cause: ranks that refuse the same settings one after the other then all report it.
         """
         try:
             yield

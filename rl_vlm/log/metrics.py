@@ -212,7 +212,7 @@ def add_trajectory_metrics(metrics: StepMetrics, trajectories: Sequence[Completi
     """Add the frequency of calls and of failed calls as TRL defines them, and means of turns and observed tokens.
 
     A call counts if it was run. An unreadable call does not count. If there are no calls, the frequency of failures is
-    left out, while TRL logs 0. Of steps, the share that failed is added, such as one with an unknown action.
+    left out, while TRL logs 0. Also add the share of steps that failed, such as steps with an unknown action.
     """
     turns = [turn for completion in trajectories for turn in completion.turns if turn.calls and turn.results]
     num_calls = sum(len(turn.calls) for turn in turns)

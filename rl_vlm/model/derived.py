@@ -63,9 +63,9 @@ def derive(config: PreTrainedConfig) -> Family:
     if not hasattr(model.base_model, "get_image_features"):
         raise refusal(name, "it has no get_image_features, so its images cannot be encoded once per prompt")
     if model.get_output_embeddings() is None:
-        raise refusal(name, "it does not say which module is its LM head (get_output_embeddings)")
+        raise refusal(name, "its LM head is unknown: get_output_embeddings returns None")
     if model.get_decoder() is model.base_model:
-        raise refusal(name, "its language model is no module of its own, so its other parts cannot be told")
+        raise refusal(name, "its language model is not a separate module, so its other parts cannot be found")
     image_token = image_token_key(config)
     if image_token is None:
         raise refusal(name, f"neither config ({', '.join(IMAGE_TOKENS)}) nor processor name the token of images")

@@ -38,8 +38,8 @@ def weights_behind(output: Tensor) -> set[int]:
 def probed_weights(model: nn.Module, family: Family) -> dict[str, nn.Parameter]:
     """Return up to three trained matrices by name: one each from the first and the last layer, and a `lora_A`.
 
-    Layers are the language model's if any of them is trained. A new adapter's `lora_A` has a gradient of 0, so that of
-    a layer is its `lora_B`.
+    Layers are the language model's if any of them is trained. A layer's matrix is `lora_B` if it has an adapter,
+    because the gradient of a new adapter's `lora_A` is 0.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad and p.ndim == 2}
     layers = {name: found.group() for name in trained if (found := IN_LAYER.match(name))}

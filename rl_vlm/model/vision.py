@@ -61,14 +61,14 @@ class FeatureCache:
         return digest in self.by_digest
 
     def get(self, user: Rendered) -> ImageFeatures | None:
-        """Return the features of its images if there are any, and keep them as long as it lives."""
+        """Return the cached features of the user's images, or None. Keep them as long as the user exists."""
         features = self.by_digest.get(user.digest)
         if features is not None:
             self.by_user[user] = features
         return features
 
     def add(self, user: Rendered, features: ImageFeatures) -> None:
-        """Add the features of its images, and keep them as long as it lives."""
+        """Cache the features of the user's images. Keep them as long as the user exists."""
         self.by_digest[user.digest] = features
         self.by_user[user] = features
 

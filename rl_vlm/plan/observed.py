@@ -7,7 +7,8 @@ from rl_vlm.config.schema import RolloutConfig
 
 
 def observed_images(rollout: RolloutConfig, image_tokens: int) -> int:
-    """Return the images of a context after its prompt: one after each turn but the last, if its tokens suffice.
+    """Return the number of images in a context after its prompt. There is one after each turn but the last, as many as
+    `max_completion_length` can hold.
 
     Each is as large as the prompt's image, which has `image_tokens` tokens. There are none if the prompt has no image,
     or the run no tools. Edited contexts hold fewer.

@@ -60,8 +60,8 @@ def describe_plan(config: RunConfig, hardware: Hardware, model: Model, plan: Mem
         "",
         phase_table("GiB per GPU", plan.phases, not_planned(plan)),
         "",
-        f"Peak: {plan.peak.name}, {gib(plan.peak.total)} of {gib(plan.available)} GiB beside what is not for the "
-        f"run: {'it fits' if plan.fits else 'it does not fit'}.",
+        f"Peak: {plan.peak.name}, {gib(plan.peak.total)} of {gib(plan.available)} GiB that the run can use: "
+        f"{'it fits' if plan.fits else 'it does not fit'}.",
         *limits(config, hardware, model, plan),
         "",
         phase_table("GiB of host memory per node", host_phases(config, plan, hardware.gpus)),

@@ -28,7 +28,7 @@ writes and reads three temporary tensors."""
 
 
 def step_seconds(config: RunConfig, hardware: Hardware, plan: MemoryPlan, model: Model) -> float:
-    """Estimate the seconds of a step without rollouts, in which completions have half of their longest length.
+    """Estimate the seconds of a step, without rollouts. Completions are assumed to have half of their maximum length.
 
     Compute and network overlap; the update and copies to host memory overlap with nothing. Speeds are those of data
     sheets and the assumptions above (docs/memory.md). docs/distributed.md has measured ratios.

@@ -54,7 +54,7 @@ def content_of(result: ToolResult) -> str | list[Message]:
 
 
 def with_pixels(block: Message, file: bytes) -> Message:
-    """Return the block of an image or a video with what it stands for."""
+    """Return the block with its decoded image, or with the frames of its video."""
     from PIL import Image
 
     from rl_vlm.types import Video

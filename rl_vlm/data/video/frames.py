@@ -33,9 +33,9 @@ class FrameRule:
     def choose(self, shown: Timeline, span: FrameRange) -> list[int]:
         """Return the numbers of the frames to read, in order. A number is repeated if frames are lacking.
 
-        The checkpoint's own rule chooses them. Their number is a multiple of the frames that the tower joins: they are
-        thinned to that and to `max_frames`, and others are added up to `min_frames`. Of a video with `min_frames` or
-        fewer, all are taken.
+        The checkpoint's own rule chooses them. Drop frames above `max_frames`, and add frames up to `min_frames`. Their
+        number becomes a multiple of the frames that the tower joins. If the video has at most `min_frames` frames, take
+        all.
         """
         first, total = shown.clip(span)
         chosen = np.arange(span.first, span.stop)

@@ -62,7 +62,8 @@ def interval(start: float | None, end: float | None, duration: float) -> tuple[f
     first, last = start or 0.0, duration if end is None else end
     if not 0 <= first < last or first >= duration or last > duration + ROUNDING:
         raise ValueError(
-            f"video_start {first:g} and video_end {last:g} are no interval of the {duration:.6g} seconds of the video."
+            f"video_start {first:g} and video_end {last:g} do not select a part of the video, which has "
+            f"{duration:.6g} seconds."
         )
     return first, last
 

@@ -59,7 +59,10 @@ def video_clip(value: Any) -> Clip:
             raise ValueError(f"found a dict of {', '.join(map(str, clip.content))}, expected one of {', '.join(KEYS)}.")
         own = {name: number(given, key) for name, key in OWN_KEYS.items() if key in given}
         if twice := [OWN_KEYS[name] for name in own if getattr(clip, name) not in (None, own[name])]:
-            raise ValueError(f"{', '.join(twice)} of the video has two values, one beside it and one in it.")
+            raise ValueError(
+                f"{', '.join(twice)} of the video is given twice with different values: in the video's dict and in a "
+                "column of the row."
+            )
         clip = clip._replace(content=filled[0], **own)
         refuse_settings(given)
     return clip

@@ -54,7 +54,8 @@ class Course:
 
 
 def settle(courses: Sequence[Course], timeout: float) -> None:
-    """Resume courses until each has ended or waits for its turn. Calls run concurrently, `timeout` seconds at most."""
+    """Resume courses until each has ended or waits for its turn. Calls run concurrently, for up to `timeout`
+    seconds."""
     while waiting := [course for course in courses if course.call is not None]:
         for course in waiting:
             assert course.call is not None
@@ -91,7 +92,8 @@ class Independent:
         future.add_done_callback(lambda done: self.events.put((course, done)))
 
     def ready(self, courses: Iterable[Course]) -> list[Course]:
-        """Wait until courses can go on, and return them: their turn is sampled, or a call has ended or is too late."""
+        """Wait until courses can continue, and return them. A course can continue if its turn is sampled, or its call
+        has ended or timed out."""
         while True:
             stop.check()
             left = {c: c.call.seconds_left(self.timeout) for c in courses if c.call is not None}

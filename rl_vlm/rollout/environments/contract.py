@@ -104,7 +104,7 @@ class EnvironmentKind:
 
     @property
     def name(self) -> str:
-        """Return its name in the data if another one has the same class name, else its class or its id elsewhere."""
+        """Return `label` if it is set, else the name of its class or its id in another system."""
         return self.label or self.description.name
 
     @property

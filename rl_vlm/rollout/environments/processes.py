@@ -160,7 +160,7 @@ def load_answers(source: str, arguments: Mapping[str, Any], objects: Mapping[str
 
 
 def nothing(value: Any) -> None:
-    """Leave out what a call has returned."""
+    """Drop the return value of a call."""
 
 
 def packed(value: Any) -> bytes:

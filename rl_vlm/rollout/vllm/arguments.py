@@ -45,7 +45,7 @@ def engine_arguments(
     """Build vLLM's engine arguments, by the names of `EngineArgs`.
 
     `lora_rank` is the rank of the adapters to send. `builder` builds the prompts; without one, they have no videos.
-    Raises ConfigError if the model is reached by an adapter of its own code, which vLLM does not have.
+    Raises ConfigError if the checkpoint's own code needs an adapter (`own_kind`), because vLLM has no such adapter.
     """
     vllm, found = config.vllm, read_config(config, model)
     if own_kind(found) is not None:
@@ -136,8 +136,8 @@ def media_arguments(config: RunConfig, found: Any, builder: PromptBuilder | None
 def model_arguments(config: RunConfig, found: Any) -> dict[str, Any]:
     """Return arguments that depend on the model's config.
 
-    VLLM sharpens the attention of Llama 4 along a row only if the row may be longer than 32,768 tokens, whatever the
-    config says, unless a generation config says it.
+    vLLM ignores Llama 4's `attn_temperature_tuning` for rows of up to 32,768 tokens. A generation config overrides
+    this, so it gets the value of the model's config.
 
     On CPUs they include no compilation, which takes minutes, and no chunked prefill. If a prompt is in chunks, vLLM's
     sampler takes back a random number, which CPU generators do not support. Without chunks, vLLM cannot cache prefixes

@@ -14,7 +14,10 @@ from rl_vlm.tools.checks.table import Subject
 from rl_vlm.types import RolloutRequest
 
 FAILS = "Fix the environment: its completions would be masked."
-UNLIKE = "Read `seed`, which is equal for the completions of a group, in `reset`, unless starts are to differ."
+UNLIKE = (
+    "Use the argument `seed` in `reset`: it is the same for all completions of a group. Ignore this if starts should "
+    "differ."
+)
 
 
 def resets(subject: Subject) -> Checking[None]:
@@ -43,7 +46,7 @@ def reset_twice(subject: Subject, box: Toolbox, kind: EnvironmentKind, found: Pr
         yield Finding("error", "environment that fails", f"{where}: {error}", FAILS)
         return
     if first != second:
-        what = f"{where} returns other content for the same seed: completions of a group start unlike each other"
+        what = f"{where} returns different content for the same seed: completions of a group would start differently"
         yield Finding("warning", "unlike starts", what, UNLIKE)
     yield Note(f"two times {where}")
 

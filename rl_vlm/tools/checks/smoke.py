@@ -55,7 +55,7 @@ UNPROVEN = (
     "The run is right, and slower. docs/proof.md has the checks; another version of torch, or "
     "memory.shared_attention: sdpa, may be proven."
 )
-REMEDY = "Change what the message names: the run would end so, too."
+REMEDY = "Change the setting or the data that the message names. The run would end with the same error."
 PACKAGE = logging.getLogger("rl_vlm")
 logger = logging.getLogger(__name__)
 

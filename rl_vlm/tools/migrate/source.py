@@ -87,7 +87,7 @@ def read(text: str, path: str, system: str | None) -> Original:
     """Read the settings of a script or a YAML file. `system` names the system of the file. If it is None, the content
     shows the system.
 
-    Raises ConfigError if the system is not clear, or if the file cannot be read as one of it.
+    Raises ConfigError if the system is not clear, or if the file is not a valid file of this system.
     """
     if not text.strip():
         raise ConfigError(f"{path}: it is empty; give a script or a YAML file of {_or(SYSTEMS)}")

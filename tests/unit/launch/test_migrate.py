@@ -54,7 +54,7 @@ def output(text: str, tmp_path: Path, capsys, *words: str) -> str:
           "a comment"]),
         ("if true; then\n" + SWIFT + "\nfi", ["# - line 1: `if` is not evaluated; every line was read once"]),
         (VERL + "data.train_batch_size=96 actor_rollout_ref.actor.ppo_mini_batch_size=64",
-         ["# - line 1: data.train_batch_size: 96: a rollout of 96 prompts is no whole number of steps of 64; choose "
+         ["# - line 1: data.train_batch_size: 96: a rollout of 96 prompts is not a multiple of the step's 64; choose "
           "`train.prompts_per_step`"]),
         (VERL + "data.train_batch_size=256 trainer.save_freq=5 trainer.total_training_steps=10 "
          "actor_rollout_ref.actor.ppo_mini_batch_size=64 actor_rollout_ref.actor.ppo_epochs=2",

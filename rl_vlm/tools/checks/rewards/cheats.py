@@ -24,7 +24,7 @@ class Texts:
         return self.reading.write(answer)
 
     def repeat(self, answer: str) -> str:
-        """Return an answer in that form, but without a thought before it."""
+        """Return an answer in the form that the function reads, without a thought before it."""
         return self.reading.write(answer, has_thought=False)
 
 

@@ -227,7 +227,7 @@ def test_a_clip_outside_of_the_video_is_refused(tmp_path, interval):
     path = write_video(tmp_path / "a.mp4", FRAMES)
     value = {"video": str(path), "video_start": interval[0], "video_end": interval[1]}
     for reads in (read_video, check_video):
-        with pytest.raises(DataError, match="are no interval of the 2 seconds of the video"):
+        with pytest.raises(DataError, match="do not select a part of the video, which has 2 seconds"):
             reads(value, Path(), rule(), "")
 
 
@@ -321,7 +321,7 @@ def test_the_header_of_an_animation_tells_its_length(tmp_path, suffix):
     video = read(clip, num_frames=None)
     assert (video.times, video.duration) == ([5.67, 6.67, 7.67], 8.67)
     assert read(path, num_frames=None, min_frames=16).times == [0, 1, 1.5, 1.6, 1.67, 2.67, 4.67, 5.67, 6.67, 7.67]
-    with pytest.raises(DataError, match=r"are no interval of the 8.67 seconds"):
+    with pytest.raises(DataError, match=r"do not select a part of the video, which has 8.67 seconds"):
         check_video(clip | {"video_end": 9.7}, Path(), rule(), "")
     with pytest.raises(DataError, match=r"8.67 s are more than data.max_video_seconds = 8.6"):
         check_video(path, Path(), rule(max_video_seconds=8.6), "")

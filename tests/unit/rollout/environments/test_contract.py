@@ -131,7 +131,7 @@ def test_videos_that_are_refused(block: dict[str, Any], error: type[Exception], 
 
 @pytest.mark.parametrize(("fields", "message"), [
     ({"fps": 4}, "fps beside a video file would have no effect; set data.fps"),
-    ({"video_start": 3}, "no interval of the 2 seconds"),
+    ({"video_start": 3}, "not select a part of the video, which has 2 seconds"),
 ])  # fmt: skip
 def test_files_that_are_refused_name_the_file(fields: dict[str, Any], message: str, tmp_path: Path):
     with pytest.raises(DataError, match=f"a video of the environment, .*clip.mp4: .*{message}"):
