@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 Box = tuple[float, float, float, float]
 """(x1, y1, x2, y2)."""
+ColumnForm = tuple[str, str]
+"""A column of gold answers, and the form in which a completion gives them."""
 PROBED = 20
 """Number of evenly spread rows for finding the form in which a function reads answers."""
 LEAST_EFFECT = 1e-6
@@ -139,30 +141,30 @@ def shortest_gold(row: Mapping[str, Any], columns: Iterable[str]) -> str:
     return min(map(bare_answer, gold_texts(row, columns).values()), key=len, default="")
 
 
-def gold_completions(golds: Mapping[str, str]) -> dict[str, str]:
+def gold_completions(golds: Mapping[str, str]) -> dict[ColumnForm, str]:
     """Build completions that give a row's gold answers, by column and form. Each text occurs once."""
-    names: dict[str, str] = {}
+    keys: dict[str, ColumnForm] = {}
     for column, gold in golds.items():
         for form, text in gold_forms(gold).items():
-            names.setdefault(text, f"{column} {form}")
-    return {name: text for text, name in names.items()}
+            keys.setdefault(text, (column, form))
+    return {key: text for text, key in keys.items()}
 
 
 @dataclass(frozen=True)
 class Reading:
     """The gold answers that a function reads, and their form. It reads one if wrong answers get another score."""
 
-    names: frozenset[str]
-    """Names in `gold_completions` of the completions that it reads. Empty if it reads none."""
+    keys: frozenset[ColumnForm]
+    """Keys in `gold_completions` of the completions that it reads. Empty if it reads none."""
     column: str
     form: str
     """The column and the form with the highest scores for gold answers."""
     is_inverted: bool = False
     """Whether wrong answers score higher than gold answers."""
 
-    def chosen(self, completions: Mapping[str, str]) -> dict[str, str]:
+    def chosen(self, completions: Mapping[ColumnForm, str]) -> dict[ColumnForm, str]:
         """Return the completions that the function reads, or all if it reads none."""
-        return {name: text for name, text in completions.items() if name in self.names} or dict(completions)
+        return {key: text for key, text in completions.items() if key in self.keys} or dict(completions)
 
     def answer(self, golds: Mapping[str, str]) -> str | None:
         """Return the bare answer in a row's gold answer, or None if the row has none."""
@@ -180,26 +182,25 @@ def find_reading(reward: Reward, samples: Sequence[Sample], columns: Sequence[st
     `columns` are the columns of gold answers, `data` are all columns.
     """
     golds = [golds_of(sample, columns) for sample in samples]
-    pairs: dict[str, list[tuple[float, float]]] = {}
+    pairs: dict[ColumnForm, list[tuple[float, float]]] = {}
     for sample, gold, other in zip(samples, golds, others_of(golds), strict=True):
         if not reward.applies(sample.columns):
             continue
         mine = gold_completions(gold)
         wrong = gold_completions(dict.fromkeys(gold, NO_ANSWER) if other is None else golds[other])
-        names = [name for name in mine if name in wrong]
-        scores = score_texts(reward, sample, [each[name] for each in (mine, wrong) for name in names], data)
-        for name, score, of_wrong in zip(names, scores[: len(names)], scores[len(names) :], strict=True):
+        keys = [key for key in mine if key in wrong]
+        scores = score_texts(reward, sample, [each[key] for each in (mine, wrong) for key in keys], data)
+        for key, score, of_wrong in zip(keys, scores[: len(keys)], scores[len(keys) :], strict=True):
             if isinstance(score, float) and isinstance(of_wrong, float):
-                pairs.setdefault(name, []).append((score, of_wrong))
-    means = {name: fmean(score for score, _ in found) for name, found in pairs.items()}
-    effects = {name: fmean(score - other for score, other in found) for name, found in pairs.items()}
-    read = [name for name, effect in effects.items() if effect > LEAST_EFFECT]
+                pairs.setdefault(key, []).append((score, of_wrong))
+    means = {key: fmean(score for score, _ in found) for key, found in pairs.items()}
+    effects = {key: fmean(score - other for score, other in found) for key, found in pairs.items()}
+    read = [key for key, effect in effects.items() if effect > LEAST_EFFECT]
     is_inverted = not read and any(effect < -LEAST_EFFECT for effect in effects.values())
     if is_inverted:
-        read = [name for name, effect in effects.items() if effect < -LEAST_EFFECT]
-    best = max(read or means, key=lambda name: (-1 if is_inverted else 1) * means[name], default="")
-    column = next((name for name in columns if best.startswith(f"{name} ")), "")
-    return Reading(frozenset(read), column, best.removeprefix(f"{column} "), is_inverted)
+        read = [key for key, effect in effects.items() if effect < -LEAST_EFFECT]
+    best = max(read or means, key=lambda key: (-1 if is_inverted else 1) * means[key], default=("", ""))
+    return Reading(frozenset(read), *best, is_inverted)
 
 
 def others_of(golds: Sequence[Any]) -> list[int | None]:
@@ -227,7 +228,7 @@ def gold_scores(
     found = best_scores(reward, samples, [reading.chosen(texts) for texts in golds], data)
     highest = max((each.score for each in found if each.score is not None), default=0.0)
     low = [i for i, each in enumerate(found) if each.score is None or each.score < highest or highest <= 0]
-    if low and reading.names and not reading.is_inverted:
+    if low and reading.keys and not reading.is_inverted:
         again = best_scores(reward, [samples[i] for i in low], [golds[i] for i in low], data)
         for i, each in zip(low, again, strict=True):
             found[i] = found[i] if each.score is None else each
@@ -235,7 +236,7 @@ def gold_scores(
 
 
 def best_scores(
-    reward: Reward, samples: Sequence[Sample], texts: Sequence[Mapping[str, str]], data: Iterable[str]
+    reward: Reward, samples: Sequence[Sample], texts: Sequence[Mapping[ColumnForm, str]], data: Iterable[str]
 ) -> list[GoldScore]:
     """Return the best score of each row's completions."""
     groups = [made_up_group(sample, list(mine.values())) for sample, mine in zip(samples, texts, strict=True)]

@@ -164,7 +164,8 @@ def made_up_texts(sample: Sample, columns: Sequence[str], reading: Reading, wron
     """Make up the completions of a row by name: the gold answers, which are in `columns`, and cheats."""
     gold = golds_of(sample, columns)
     texts = Texts(reading.answer(gold) or "", wrong or NO_ANSWER, question_of(sample), reading)
-    return reading.chosen(gold_completions(gold)) | cheat_completions(texts)
+    chosen = reading.chosen(gold_completions(gold))
+    return {f"{column} {form}": text for (column, form), text in chosen.items()} | cheat_completions(texts)
 
 
 def question_of(sample: Sample) -> str:

@@ -1,0 +1,22 @@
+"""Gold answers: which column and form a function reads."""
+
+from typing import Any
+
+from rl_vlm.config.schema import RewardSpec
+from rl_vlm.reward.function import Reward
+from rl_vlm.reward.golds import find_reading
+from rl_vlm.types import Sample
+
+
+def reads_second(completions: list[str], **columns: Any) -> list[float]:
+    return [float(text == gold) for text, gold in zip(completions, columns["answer text"], strict=True)]
+
+
+def test_a_column_whose_name_begins_with_another_column() -> None:
+    """The form is "alone", of the second column, and not "text alone" of the first."""
+    reward = Reward(RewardSpec(function=f"{__name__}:reads_second", completions="text"))
+    samples = [Sample(str(i), [], [], {"answer": f"no {i % 2}", "answer text": str(i)}, "Which?") for i in range(4)]
+    columns = ["answer", "answer text"]
+    found = find_reading(reward, samples, columns, columns)
+    assert (found.column, found.form) == ("answer text", "alone")
+    assert found.answer({"answer": "no 0", "answer text": "3"}) == "3"
