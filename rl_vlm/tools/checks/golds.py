@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from rewards.forms import bare_answer, gold_forms
 from rl_vlm.data.samples import ParsedRow, Rows
 from rl_vlm.errors import Finding, listed, shorten
 from rl_vlm.reward.function import Reward
@@ -18,6 +19,7 @@ from rl_vlm.reward.golds import (
     gives_less_than_zero,
     gold_columns,
     gold_scores,
+    gold_text,
     reads_images,
     shortest_gold,
     spread_over,
@@ -36,6 +38,9 @@ AT_ONCE = 256
 USUAL = 0.5
 """The highest score counts as the score of a right answer if at least this fraction of the rows gets it. If fewer rows
 get it, the score may depend on lengths."""
+
+UNMARKED = ("alone", "as it stands")
+"""Forms of gold answers that any text may have."""
 
 NO_GOLD = "Fill the column, leave the row out, or add a reward function that applies to it."
 FAILS = "Correct the gold answer or the function: completions on which it fails are masked."
@@ -175,13 +180,21 @@ def column_findings(rows: Rows, used: Sequence[int], golds: Sequence[str]) -> It
 
 
 def gives_away(parsed: ParsedRow, gold: Any) -> bool:
-    """Return whether the prompt ends with the gold answer, in tags or announced as the answer."""
+    """Return whether the prompt ends with the gold answer, in a form that marks answers or announced as the answer."""
     texts = [block["text"] for message in parsed.messages for block in message["content"] if "text" in block]
-    answer = re.escape(str(gold).strip())
-    if gold is None or not answer or not texts:
+    given, gold = texts[-1] if texts else "", gold_text(gold) or ""
+    answer = r"\s*".join(map(re.escape, bare_answer(gold).split()))
+    if not answer:
         return False
-    announced = rf"<answer>\s*{answer}\s*</answer>\s*|\b(answer|solution)(\s+is)?\s*[:=]?\s+{answer}[\s.]*"
-    return re.search(rf"({announced})\Z", texts[-1], re.IGNORECASE) is not None
+    marked = [text for form, text in gold_forms(gold).items() if form not in UNMARKED]
+    if any(squeezed(given).endswith(squeezed(text)) for text in marked):
+        return True
+    return re.search(rf"\b(answer|solution)(\s+is)?\s*[:=]?\s+{answer}[\s.]*\Z", given, re.IGNORECASE) is not None
+
+
+def squeezed(text: str) -> str:
+    """Return a text without whitespace, without full stops at its end, and in lower case."""
+    return "".join(text.split()).rstrip(".").casefold()
 
 
 def described(row: dict[str, Any], golds: Sequence[str]) -> str:

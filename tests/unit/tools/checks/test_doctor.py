@@ -19,7 +19,7 @@ from rl_vlm.reward.suite import RewardSuite
 from rl_vlm.tools.checks import machine, smoke
 from rl_vlm.tools.checks.diagnosis import Diagnosis, attempt, collect
 from rl_vlm.tools.checks.duplicates import find_common_picture, find_duplicates
-from rl_vlm.tools.checks.golds import check_golds, gold_lengths
+from rl_vlm.tools.checks.golds import check_golds, gives_away, gold_lengths
 from rl_vlm.tools.checks.report import report_text
 from rl_vlm.tools.checks.rows import Split, inspect_rows, row_findings, usable_rows
 from rl_vlm.tools.checks.settings import high_learning_rate, sampling_temperature
@@ -271,6 +271,31 @@ def test_prompts_that_end_with_their_answer(prompt: str, is_given: bool, tmp_pat
     split = split_of(tmp_path, [{"prompt": prompt, "solution": "12"}, {"solution": "3"}])
     found = kinds(gold_findings(split, "exact_match"))
     assert found == [(0, "prompt that ends with its answer")] * is_given
+
+
+@pytest.mark.parametrize("gold", ["B", "<answer>B</answer>", r"\boxed{B}", "#### B", "$B$"])
+@pytest.mark.parametrize(
+    ("prompt", "is_given"),
+    [
+        ("Which? Answer: B", True),
+        ("Which? <answer> b </answer>.", True),
+        (r"Which? \boxed{B}", True),
+        ("Which?\n#### B", True),
+        ("Is it A or B", False),
+        ("Is it A or $B$", False),
+        (r"Is \boxed{B} right?", False),
+    ],
+)
+def test_the_form_of_a_gold_answer_does_not_hide_it_in_a_prompt(prompt: str, is_given: bool, gold: str, tmp_path: Path):
+    parsed = split_of(tmp_path, [{"prompt": prompt}]).rows.parse(0)
+    assert gives_away(parsed, gold) == is_given
+
+
+@pytest.mark.parametrize("prompt", ["Where? answer: [1, 2, 3, 4]", "Where? <answer>[1,2, 3,4]</answer>"])
+def test_a_box_in_a_prompt(prompt: str, tmp_path: Path):
+    parsed = split_of(tmp_path, [{"prompt": prompt}]).rows.parse(0)
+    assert gives_away(parsed, [1, 2, 3, 4])
+    assert not gives_away(parsed, [1, 2, 3, 5])
 
 
 def test_prompts_that_end_with_a_message_of_the_assistant(tmp_path: Path):
