@@ -203,6 +203,11 @@ def find_reading(reward: Reward, samples: Sequence[Sample], columns: Sequence[st
     return Reading(frozenset(read), *best, is_inverted)
 
 
+def is_below(score: float, other: float) -> bool:
+    """Return whether a score is less than another one by more than `LEAST_EFFECT`."""
+    return score < other - LEAST_EFFECT
+
+
 def others_of(golds: Sequence[Any]) -> list[int | None]:
     """Return for each gold answer the index of the next different one, in a circle, or None if all are equal."""
     places: list[int | None] = []
@@ -227,7 +232,7 @@ def gold_scores(
     golds = [gold_completions(golds_of(sample, columns)) for sample in samples]
     found = best_scores(reward, samples, [reading.chosen(texts) for texts in golds], data)
     highest = max((each.score for each in found if each.score is not None), default=0.0)
-    low = [i for i, each in enumerate(found) if each.score is None or each.score < highest or highest <= 0]
+    low = [i for i, each in enumerate(found) if each.score is None or is_below(each.score, highest) or highest <= 0]
     if low and reading.keys and not reading.is_inverted:
         again = best_scores(reward, [samples[i] for i in low], [golds[i] for i in low], data)
         for i, each in zip(low, again, strict=True):

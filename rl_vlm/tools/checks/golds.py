@@ -20,6 +20,7 @@ from rl_vlm.reward.golds import (
     gold_columns,
     gold_scores,
     gold_text,
+    is_below,
     reads_images,
     shortest_gold,
     spread_over,
@@ -136,12 +137,13 @@ def score_findings(
     """
     numbers = [found.score for found in scores if found.score is not None]
     highest = max(numbers, default=0.0)
-    is_usual = sum(number == highest for number in numbers) >= USUAL * len(numbers)
+    is_usual = sum(not is_below(number, highest) for number in numbers) >= USUAL * len(numbers)
     for row, (score, fault) in zip(used, scores, strict=True):
+        is_zero = score == 0 and subtracts
         if fault is not None:
             what = f": {name} fails on its gold answer: {fault}"
             yield about_row(rows, row, "gold answer that a reward fails on", what, FAILS)
-        elif score is not None and ((score <= 0 and not (subtracts and score == 0)) or (is_usual and score < highest)):
+        elif score is not None and ((score <= 0 and not is_zero) or (is_usual and is_below(score, highest))):
             found = rows.parse(row).columns
             if all(found.get(gold) is None for gold in golds):
                 what = f": {name} scores a row without a value for {listed(golds)}"

@@ -10,6 +10,7 @@ import numpy as np
 
 from rewards.contract import Fault
 from rl_vlm.errors import Finding
+from rl_vlm.reward.golds import is_below
 from rl_vlm.tools.checks.rewards.cheats import HEDGES, HOLLOW, SILENT, cheat_score, cheats_to_try
 from rl_vlm.tools.checks.rewards.measure import Measured
 
@@ -122,7 +123,7 @@ def low_golds(measured: Measured) -> Iterator[Finding]:
     """Yield a finding if the gold answers of some rows get less than the best gold answer."""
     golds = {row.index: row.best_gold for row in measured.rows}
     best = max((gold for gold in golds.values() if gold is not None), default=0.0)
-    low = [row for row, gold in golds.items() if gold is not None and gold < best - 1e-6]
+    low = [row for row, gold in golds.items() if gold is not None and is_below(gold, best)]
     if low and measured.reads_gold:
         message = (
             f"the gold answers of {len(low)} of {len(golds)} rows get less than the best, {best:g}: these rows can "
@@ -145,7 +146,7 @@ def paying_cheats(measured: Measured) -> Iterator[Finding]:
             for row in measured.rows
             if (score := cheat_score(row.scores, name)) is not None and row.best_gold is not None
         ]
-        paid = [row for row, score, gold in pairs if score >= gold - 1e-6]
+        paid = [row for row, score, gold in pairs if not is_below(score, gold)]
         if len(paid) > MANY_ROWS * len(pairs):
             message = (
                 f"the completion {name!r} gets as much as the gold answer on {len(paid)} of {len(pairs)} rows: a "

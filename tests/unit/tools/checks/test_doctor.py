@@ -66,6 +66,11 @@ def of_numbers(completions: list[str], solution: list[str]) -> list[float]:
     return [float(text == f"#### {gold}") for text, gold in zip(completions, golds, strict=True)]
 
 
+def rounded(completions: list[str], solution: list[str]) -> list[float]:
+    best = [(0.1 + 0.2) / 0.3 if int(gold) % 2 else 1.0 for gold in solution]
+    return [score * (text == gold) for text, gold, score in zip(completions, solution, best, strict=True)]
+
+
 def with_images(completions: list[str], solution: list[str], images: list[Any]) -> list[float]:
     return [float(text == gold) for text, gold in zip(completions, solution, strict=True)]
 
@@ -229,6 +234,12 @@ def test_one_function_that_applies_is_enough(tmp_path: Path):
 def test_scores_that_depend_on_lengths_are_no_faults(tmp_path: Path):
     split = split_of(tmp_path, [{"solution": "x" * n} for n in range(1, 6)])
     assert kinds(gold_findings(split, LENGTH)) == []
+
+
+def test_rounding_does_not_put_a_gold_answer_below_the_maximum(tmp_path: Path):
+    """(0.1 + 0.2) / 0.3 is above 1 by a rounding error."""
+    split = split_of(tmp_path, [{"solution": gold} for gold in ("1", "3", "5", "4")])
+    assert kinds(gold_findings(split, f"{__name__}:rounded")) == []
 
 
 def test_a_function_that_fails_on_gold_answers(tmp_path: Path):
