@@ -135,26 +135,20 @@ def check_functions(options: argparse.Namespace) -> int:
     Raises RewardError if nothing could be checked.
     """
     data, rewards, run = what_to_check(options)
-    from rl_vlm.tools.checks.diagnosis import collect
-    from rl_vlm.tools.checks.rewards.findings import function_findings
-    from rl_vlm.tools.checks.rewards.measure import measure_functions
+    from rl_vlm.tools.checks.rewards.findings import examine_functions
     from rl_vlm.tools.checks.rewards.report import describe, reward_data
-    from rl_vlm.tools.checks.rewards.sampled import sample_completions
-    from rl_vlm.tools.checks.settings import first_turns
 
-    functions = measure_functions(data, rewards, options.n, builder_of_videos(run) if run else None)
-    if not functions and not options.completions:
+    builder = builder_of_videos(run) if run else None
+    functions, sampled, found = examine_functions(data, rewards, options.n, run, builder, options.completions)
+    if not functions and not sampled:
         raise RewardError(
-            "nothing was checked: every function asks a model, or reads turns. --completions N samples and scores "
-            "completions of the initial model of CONFIG"
+            f"nothing was checked: {'; '.join(found.not_checked)}. --completions N samples and scores completions of "
+            "the initial model of CONFIG"
         )
-    sampled = sample_completions(run, options.completions) if run and options.completions else None
-    with_turns = first_turns(rewards) if run and run.rollout.has_tools else ()
-    found = collect([*function_findings(functions), *with_turns, *(sampled.findings() if sampled else ())])
     if options.json:
-        print(json.dumps(reward_data(functions, sampled, found.findings), indent=1, default=str))
+        print(json.dumps(reward_data(functions, sampled, found), indent=1, default=str))
     else:
-        print(describe(functions, sampled, found.findings))
+        print(describe(functions, sampled, found))
     return int(bool(found.texts("error")))
 
 

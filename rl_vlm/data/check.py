@@ -208,9 +208,14 @@ def inspect_row(rows: Rows, find_gold: FindGold, index: int, row: Row) -> tuple[
             rows.refuse_answered(index, find_gold)
         return RowNote(index, None, parsed.num_bytes, parsed.num_pixels, parsed.continues, parsed.headers), parsed
     except DataError as error:
-        severity: Severity = "error" if rows.config.on_bad_row == "raise" else "warning"
-        kind, remedy = error.problem
-        return RowNote(index, Finding(severity, kind, str(error), remedy, rows.name, index), 0, 0, False), None
+        return RowNote(index, bad_row(rows, index, error), 0, 0, False), None
+
+
+def bad_row(rows: Rows, row: int, error: DataError) -> Finding:
+    """Build the finding about a row that cannot be used. It is an error unless `on_bad_row` drops the row."""
+    kind, remedy = error.problem
+    severity: Severity = "error" if rows.config.on_bad_row == "raise" else "warning"
+    return Finding(severity, kind, str(error), remedy, rows.name, row)
 
 
 def warn_of_continued(rows: Rows, num_continued: int) -> None:

@@ -52,6 +52,7 @@ class Reward:
         Raises RewardError if this fails, or if the function cannot use one of the settings.
         """
         require_packages(spec.function)
+        self.spec = spec
         try:
             with chdir("."):
                 adapted = load_reward(spec.function, list(spec.kwargs))

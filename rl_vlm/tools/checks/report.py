@@ -53,12 +53,12 @@ def group_lines(group: list[Finding]) -> list[str]:
     first = group[0]
     if not first.remedy:
         return [f"{each.severity}: {each.kind}: {each.what}{example_rows(each)}." for each in group]
-    number = f": {len(group)} rows of {first.data}" if first.row is not None else ""
+    number = f": {len(group)} row{'s' * (len(group) != 1)} of {first.data}" if first.row is not None else ""
     lines = [f"{first.severity}: {first.kind}{number}"]
     for finding in group[:NUM_SHOWN]:
         lines += [f"  {line}" for line in shorten(finding.what, LONGEST).splitlines()]
     if len(group) > NUM_SHOWN:
-        lines.append(f"  and {len(group) - NUM_SHOWN} more, which --json FILE lists")
+        lines.append(f"  and {len(group) - NUM_SHOWN} more, which --json lists")
     return [*lines, f"  remedy: {first.remedy}"]
 
 

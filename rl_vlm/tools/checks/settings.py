@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from rl_vlm.algorithm.own_loss import load_loss
 from rl_vlm.config.batches import BatchSizes, batch_sizes
 from rl_vlm.config.engines import engines_where
 from rl_vlm.config.function_source import read_source
 from rl_vlm.config.load import check_evaluable, check_trainable
-from rl_vlm.config.schema import RewardsConfig, RunConfig
+from rl_vlm.config.schema import RunConfig
 from rl_vlm.errors import ConfigError, Finding, require_bitsandbytes
 from rl_vlm.reward.function import Reward
 from rl_vlm.reward.suite import check_names
@@ -69,7 +69,7 @@ def rewards(subject: Subject) -> Checking[list[Reward]]:
     names = [reward.name for reward in loaded]
     yield from attempt(calling(check_names, names))
     if subject.config.rollout.has_tools:
-        yield from first_turns(subject.config.rewards)
+        yield from first_turns(loaded)
     if names:
         yield Note(f"reward functions {', '.join(names)}")
     if any(spec.timeout for spec in specs):
@@ -77,14 +77,15 @@ def rewards(subject: Subject) -> Checking[list[Reward]]:
     return loaded
 
 
-def first_turns(config: RewardsConfig) -> Iterator[Finding]:
+def first_turns(functions: Iterable[Reward]) -> Iterator[Finding]:
     """Yield a finding for each function that reads the first turn of a completion of several turns."""
-    for spec in config.specs:
-        source = read_source(spec.function)
+    for reward in functions:
+        source = read_source(reward.spec.function)
         if source is not None and source.reads_first_message:
-            what = f"reward function {spec.function} reads `completion[0]`, the first turn of a completion with tools"
-            name = spec.name or spec.function.replace(":", ".").rpartition(".")[2]
-            yield Finding("warning", "first turn", what, "Read `completion[-1]`, the last message.", function=name)
+            named = reward.spec.function
+            what = f"reward function {named} reads `completion[0]`, the first turn of a completion with tools"
+            remedy = "Read `completion[-1]`, the last message."
+            yield Finding("warning", "first turn", what, remedy, function=reward.name)
 
 
 def token_loss(subject: Subject) -> Checking[None]:

@@ -5,14 +5,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from statistics import mean
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rewards.contract import Fault
+from rl_vlm.config.schema import DataConfig, RewardsConfig, RunConfig
 from rl_vlm.errors import Finding
 from rl_vlm.reward.golds import is_below
+from rl_vlm.tools.checks.diagnosis import Checking, Diagnosis, collect
 from rl_vlm.tools.checks.rewards.cheats import HEDGES, HOLLOW, SILENT, cheat_score, cheats_to_try
-from rl_vlm.tools.checks.rewards.measure import Measured
+from rl_vlm.tools.checks.rewards.measure import Measured, measure_functions
+from rl_vlm.tools.checks.rewards.sampled import Sampled, sample_completions
+
+if TYPE_CHECKING:
+    from rl_vlm.data.prompts import PromptBuilder
 
 SLOW_SECONDS = 0.1
 """Seconds per completion. At this speed, 512 completions take as long as a training step."""
@@ -20,6 +27,33 @@ MANY_ROWS = 0.2
 """A cheat is a finding if it pays on more than this share of the rows. Some wrong answers are right by chance."""
 LARGER = 20.0
 """If the weighted ranges of two functions differ by more than this factor, the smaller one has little effect."""
+
+
+def examine_functions(
+    data: DataConfig,
+    rewards: RewardsConfig,
+    num_rows: int,
+    run: RunConfig | None = None,
+    builder: PromptBuilder | None = None,
+    num_sampled: int = 0,
+) -> tuple[list[Measured], Sampled | None, Diagnosis]:
+    """Check functions on made-up completions, as `measure_functions` does.
+
+    With `num_sampled`, also check completions of this number of rows that the initial model of `run` samples.
+    """
+    functions: list[Measured] = []
+    found: list[Sampled] = []
+
+    def check() -> Checking[None]:
+        has_tools = run is not None and run.rollout.has_tools
+        functions.extend((yield from measure_functions(data, rewards, num_rows, builder, has_tools)))
+        yield from function_findings(functions)
+        if run is not None and num_sampled:
+            found.append(sample_completions(run, num_sampled))
+            yield from found[0].findings()
+
+    diagnosis = collect(check())
+    return functions, next(iter(found), None), diagnosis
 
 
 def function_findings(functions: Sequence[Measured]) -> Iterator[Finding]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Sequence
 from contextlib import chdir
@@ -16,6 +15,7 @@ from rewards.calling import OFFERED, parameters
 from rewards.contract import Score
 from rewards.text import completion_text
 from rl_vlm.config.schema import DataConfig, RewardsConfig
+from rl_vlm.data.check import bad_row
 from rl_vlm.data.samples import Rows, load_rows
 from rl_vlm.errors import DataError
 from rl_vlm.reward.function import Reward, random_states_kept
@@ -35,13 +35,13 @@ from rl_vlm.reward.golds import (
     spread_over,
 )  # fmt: skip
 from rl_vlm.reward.suite import RewardSuite
+from rl_vlm.tools.checks.diagnosis import Checking, Note
 from rl_vlm.tools.checks.rewards.cheats import Texts, cheat_completions
+from rl_vlm.tools.checks.settings import first_turns
 
 if TYPE_CHECKING:
     from rl_vlm.data.prompts import PromptBuilder
     from rl_vlm.types import Sample
-
-logger = logging.getLogger(__name__)
 
 REPEATED = 20
 """Number of rows that are scored again: once unchanged, and once with the columns of another row."""
@@ -82,30 +82,48 @@ class Measured:
 
 
 def measure_functions(
-    data_config: DataConfig, rewards: RewardsConfig, num_rows: int, builder: PromptBuilder | None = None
-) -> list[Measured]:
+    data_config: DataConfig,
+    rewards: RewardsConfig,
+    num_rows: int,
+    builder: PromptBuilder | None = None,
+    has_tools: bool = False,
+) -> Checking[list[Measured]]:
     """Score made-up completions of up to `num_rows` training rows, evenly spread, with each reward function.
 
     `builder` is the run's prompt builder, which chooses the frames of videos. Without it, frames have even distances.
+    Yield a finding for each row that cannot be read, and a note for each function that is left out.
 
     Raises DataError if no row can be read, and RewardError if a function cannot be loaded or lacks a column.
     """
     data = load_rows(data_config, "train").with_frames_of(builder and builder.video_processor)
     with RewardSuite(rewards, environments=()) as suite:
         suite.check_columns(data.columns)
-        indices, samples = read_samples(data, num_rows, builder)
+        indices, samples = yield from read_samples(data, num_rows, builder)
         suite.use_forms(suite.find_forms(lambda applies: next((s for s in samples if applies(s.columns)), samples[0])))
+        if has_tools:
+            yield from first_turns(suite.functions)
+        found = []
         for reward in suite.functions:
-            if reward.asks_a_model:
-                logger.warning("%s asks a model for each completion, and is left out", reward.name)
-            elif reward.reads_turns(data.columns):
-                logger.warning("%s reads turns or environments, and is left out", reward.name)
-        checked = [r for r in suite.functions if not r.asks_a_model and not r.reads_turns(data.columns)]
-        return [measure(reward, indices, samples, data.columns) for reward in checked]
+            if reason := why_left_out(reward, data.columns):
+                yield Note(f"{reward.name}: {reason}", is_checked=False)
+            else:
+                found.append(measure(reward, indices, samples, data.columns))
+        return found
 
 
-def read_samples(data: Rows, num_rows: int, builder: PromptBuilder | None = None) -> tuple[list[int], list[Sample]]:
-    """Read up to `num_rows` rows, evenly spread over the data. Leave out rows that cannot be read."""
+def why_left_out(reward: Reward, columns: Sequence[str]) -> str | None:
+    """Return the reason why a function is not called on made-up completions, or None if it is called."""
+    if reward.asks_a_model:
+        return "it asks a model for each completion"
+    if reward.reads_turns(columns):
+        return "it reads turns or environments, which made-up completions do not have"
+    return None
+
+
+def read_samples(
+    data: Rows, num_rows: int, builder: PromptBuilder | None = None
+) -> Checking[tuple[list[int], list[Sample]]]:
+    """Read up to `num_rows` rows, evenly spread over the data. Yield a finding for each row that cannot be read."""
     spread = spread_over(range(len(data)), num_rows)
     found: list[tuple[int, Sample]] = []
     problems: list[str] = []
@@ -115,8 +133,7 @@ def read_samples(data: Rows, num_rows: int, builder: PromptBuilder | None = None
             found.append((index, without_pixels(builder.shown(sample) if builder else sample)))
         except DataError as error:
             problems.append(str(error))
-    if problems:
-        logger.warning("%d rows cannot be read and are left out, the first because: %s", len(problems), problems[0])
+            yield replace(bad_row(data, index, error), rows=(index,))
     if not found:
         raise DataError(f"{data.name}: none of the {len(spread)} rows can be read. {problems[0]}")
     return [index for index, _ in found], [sample for _, sample in found]

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from rewards.contract import Fault
-from rl_vlm.errors import Finding
-from rl_vlm.tools.checks.report import FUNCTION_KEYS, closing_line, finding_data, group_lines, grouped
+from rl_vlm.tools.checks.diagnosis import Diagnosis
+from rl_vlm.tools.checks.report import FUNCTION_KEYS, closing_line, finding_data, group_lines, grouped, note_lines
 from rl_vlm.tools.checks.rewards.cheats import cheat_score, cheats_to_try
 from rl_vlm.tools.checks.rewards.measure import Measured
 from rl_vlm.tools.checks.rewards.sampled import Sampled
@@ -53,15 +53,24 @@ def oddest(measured: Measured) -> list[dict[str, Any]]:
     return [dict(zip(names, each, strict=True)) for each in sorted(odd)[:ODDEST]]
 
 
-def describe(functions: Sequence[Measured], sampled: Sampled | None, findings: Sequence[Finding]) -> str:
-    """Return the report as text: a section for each function and for sampled completions, and a count."""
-    parts = [(each.name, figure_lines(each), oddest_lines(each)) for each in functions]
-    parts += [("all", [sampled_line(sampled)], [])] if sampled else []
+def describe(functions: Sequence[Measured], sampled: Sampled | None, diagnosis: Diagnosis) -> str:
+    """Return the report as text: notes, findings about the data, a section for each function and for sampled
+    completions, and a count.
+
+    A function that was left out has a section too if there are findings about it.
+    """
+    findings = diagnosis.findings
+    heads: dict[str | None, list[str]] = {None: list(note_lines(diagnosis))}
+    heads |= {each.name: figure_lines(each) for each in functions}
+    heads |= {"all": [sampled_line(sampled)]} if sampled else {}
+    for name in (finding.function for finding in findings):
+        heads.setdefault(name, [str(name)])
+    rows = {each.name: oddest_lines(each) for each in functions}
     sections = []
-    for name, figures_shown, rows in parts:
-        mine = grouped(finding for finding in findings if finding.function == name)
-        sections.append([*figures_shown, *(f"  {line}" for group in mine for line in group_lines(group)), *rows])
-    return "\n\n".join([*map("\n".join, sections), closing_line(findings)])
+    for name, head in heads.items():
+        mine = [line for group in grouped(f for f in findings if f.function == name) for line in group_lines(group)]
+        sections.append([*head, *(f"  {line}" if name else line for line in mine), *rows.get(name or "", [])])
+    return "\n\n".join([*map("\n".join, filter(None, sections)), closing_line(findings)])
 
 
 def figure_lines(measured: Measured) -> list[str]:
@@ -98,8 +107,9 @@ def sampled_line(sampled: Sampled) -> str:
     )
 
 
-def reward_data(functions: Sequence[Measured], sampled: Sampled | None, findings: Sequence[Finding]) -> dict[str, Any]:
+def reward_data(functions: Sequence[Measured], sampled: Sampled | None, diagnosis: Diagnosis) -> dict[str, Any]:
     """Return the report as plain values."""
     shown = [figures(each) | {"oddest": oddest(each)} for each in functions]
-    data = {"functions": shown, "findings": finding_data(findings, FUNCTION_KEYS)}
+    lines = {"checked": diagnosis.checked, "not_checked": diagnosis.not_checked}
+    data = {"functions": shown, **lines, "findings": finding_data(diagnosis.findings, FUNCTION_KEYS)}
     return data | {"sampled": vars(sampled)} if sampled else data

@@ -353,7 +353,7 @@ def test_the_report_groups_findings_and_names_the_first():
         "error: server\n  no answer\n  remedy: Start it.\n\n"
         "warning: duplicate: 7 rows of d\n"
         "  d, row 1: row 0\n  d, row 2: row 0\n  d, row 3: row 0\n  d, row 4: row 0\n  d, row 5: row 0\n"
-        "  and 2 more, which --json FILE lists\n  remedy: Leave it out.\n\n"
+        "  and 2 more, which --json lists\n  remedy: Leave it out.\n\n"
         "1 error, 7 warnings\n"
     )
 

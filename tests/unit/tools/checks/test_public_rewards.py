@@ -17,8 +17,7 @@ from rl_vlm.reward.made_up import made_up_group, state_outside
 from rl_vlm.reward.suite import RewardSuite
 from rl_vlm.tools.checks.diagnosis import collect
 from rl_vlm.tools.checks.golds import check_golds
-from rl_vlm.tools.checks.rewards.findings import function_findings
-from rl_vlm.tools.checks.rewards.measure import measure_functions
+from rl_vlm.tools.checks.rewards.findings import examine_functions
 from rl_vlm.tools.checks.rows import Split, inspect_rows, usable_rows
 
 FOLDER = Path(__file__).parents[3] / "data" / "public_rewards"
@@ -96,8 +95,7 @@ def test_a_correct_public_function_has_no_finding(name: str, tmp_path: Path, mon
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(json.dumps(row(gold)) for gold in golds))
     data, rewards = DataConfig(dataset_name=str(path)), RewardsConfig.model_validate({"reward_funcs": [function]})
-    functions = measure_functions(data, rewards, 100)
-    found = collect(function_findings(functions))
+    functions, _, found = examine_functions(data, rewards, 100)
     assert [(finding.kind, finding.what) for finding in found.findings if finding.kind != "slow"] == []
     assert max(functions[0].numbers()) == 1.0
 
@@ -136,9 +134,9 @@ def test_boxes_of_vlm_r1_are_scaled_from_the_image_of_the_model(
         odd = replace(group.prompt, image_sizes=[(61, 115)])  # no multiple of 14: 61 / 14 * 14 is 60 in floats
         assert image_grid(odd) == [1, Fraction(115, 14), Fraction(61, 14)]
         assert image_grid(seen) == [1, 4, 8]
-    assert [
-        finding.kind for finding in collect(function_findings(measure_functions(data, rewards, 100))).findings
-    ] == []
+    functions, _, found = examine_functions(data, rewards, 100)
+    assert [finding.kind for finding in found.findings] == []
+    assert [(measured.name, measured.num_rows) for measured in functions] == [("iou_reward", NUM_ROWS)]
 
 
 @pytest.mark.parametrize("timeout", [None, 60.0], ids=["here", "in a worker"])

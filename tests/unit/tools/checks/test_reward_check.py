@@ -270,6 +270,44 @@ def test_functions_for_a_run_with_tools(capsys: pytest.CaptureFixture[str]) -> N
     assert "first turn" not in kinds(check("run.yaml", capsys, "data.text_only=true")[1])
 
 
+def test_findings_about_a_function_that_is_left_out_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its section has the name of the function, which is not the name in the settings."""
+    Path("mine.py").write_text(
+        "def f(completions, solution, turns):\n"
+        "    return [float(s in c[0]['content']) for c, s in zip(completions, solution)]\n"
+        "other = f\n"
+    )
+    Path("run.yaml").write_text(
+        "model: {model_name_or_path: none}\nrewards: {reward_funcs: ['mine.py:other', exact_match]}\n"
+        "rollout: {environment: 'mine.py:Game'}\n"
+    )
+    report = check("run.yaml", capsys, "data.text_only=true")[1]
+    assert [f["function"] for f in report["findings"]] == ["f"]
+    assert report["not_checked"] == ["f: it reads turns or environments, which made-up completions do not have"]
+    assert cli.main(["rewards", "check", "run.yaml", "--data", "rows.jsonl", "data.text_only=true"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"not checked: {report['not_checked'][0]}"
+    assert lines[lines.index("f") + 1] == "  warning: first turn"
+    assert lines[-1] == "0 errors, 1 warning"
+
+
+@pytest.mark.parametrize(("on_bad_row", "severity", "status"), [("raise", "error", 1), ("drop", "warning", 0)])
+def test_rows_that_cannot_be_read_are_findings(
+    on_bad_row: str, severity: str, status: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [json.loads(line) for line in Path("rows.jsonl").read_text().splitlines()]
+    rows[3]["prompt"] = rows[5]["prompt"] = ""
+    Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    found, report = check("exact_match", capsys, f"on_bad_row={on_bad_row}")
+    assert found == status
+    assert [(f["kind"], f["severity"], f["rows"]) for f in report["findings"]] == [
+        ("empty prompt", severity, [3]), ("empty prompt", severity, [5])
+    ]  # fmt: skip
+    assert report["functions"][0]["rows"] == 10
+    cli.main(["rewards", "check", "exact_match", "--data", "rows.jsonl", f"on_bad_row={on_bad_row}"])
+    assert capsys.readouterr().out.startswith(f"{severity}: empty prompt: 2 rows of rows.jsonl\n  rows.jsonl, row 3: ")
+
+
 def test_a_check_that_checks_nothing_says_so_by_its_status(capsys: pytest.CaptureFixture[str]) -> None:
     Path("run.yaml").write_text(
         "model: {model_name_or_path: none}\n"

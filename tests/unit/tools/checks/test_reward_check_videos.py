@@ -10,8 +10,9 @@ from launch import cli
 from rl_vlm.config.schema import DataConfig
 from rl_vlm.data.prompts import PromptBuilder
 from rl_vlm.data.samples import load_rows
+from rl_vlm.tools.checks.diagnosis import Checking, collect
 from rl_vlm.tools.checks.rewards.measure import read_samples
-from rl_vlm.types import VideoFormat
+from rl_vlm.types import Sample, VideoFormat
 from tests.helpers.builders import processor_of
 from tests.helpers.video_files import moving_frames, write_video
 from tests.tiny.build import build_tiny
@@ -55,7 +56,13 @@ def test_frames_are_those_of_the_run(
 def test_pixels_of_videos_are_not_held(folder: Path):
     data = DataConfig(dataset_name=str(folder / "train.jsonl"), num_frames=4)
     builder = PromptBuilder(processor_of(folder / "model"), data)
-    _, samples = read_samples(load_rows(data, "train").with_frames_of(builder.video_processor), 3, builder)
+    samples: list[Sample] = []
+
+    def read() -> Checking[None]:
+        rows = load_rows(data, "train").with_frames_of(builder.video_processor)
+        samples.extend((yield from read_samples(rows, 3, builder))[1])
+
+    assert collect(read()).findings == []
     assert [sample.videos[0].frames.shape for sample in samples] == [(4, 48, 64, 3)] * 3
     assert all(
         sample.videos[0].frames.base is not None and not sample.videos[0].frames.strides[0] for sample in samples
