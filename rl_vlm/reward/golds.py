@@ -42,17 +42,30 @@ class GoldScore(NamedTuple):
     fault: str | None = None
 
 
-def why_not_scored(reward: Reward, columns: Iterable[str] = ()) -> str | None:
-    """Return the reason why a function is not called on gold answers, or None if it is called."""
+def why_not_comparable(reward: Reward, columns: Iterable[str] = ()) -> str | None:
+    """Return the reason why gold answers as completions say nothing about a function, or None.
+
+    Images of made-up completions are not resized, so the pixels of the model's images are those of the data's.
+    """
     if reward.reads_turns(columns):
-        return "it reads turns or environments, which gold answers do not have"
+        return "it reads turns or environments, which made-up completions do not have"
+    if reward.settings.get("solution_times") == "frames":
+        return "its gold answers are numbers of frames, and answers have seconds"
+    units = [reward.settings.get(name) for name in ("coordinates", "solution_coordinates")]
+    answer, gold = ("original" if unit == "absolute" else unit for unit in units)
+    if None not in units and answer != gold:
+        return f"its gold answers have coordinates that are {gold}, and answers {answer}"
+    return None
+
+
+def why_not_scored(reward: Reward, columns: Iterable[str] = ()) -> str | None:
+    """Return the reason why a function is not called on the gold answers of all rows, or None if it is called."""
+    if reason := why_not_comparable(reward, columns):
+        return reason
     if reward.worker or is_async(reward.function) or reward.asks_a_model:
         return "it is async, has a timeout or asks a model, so that a call for every row may cost much"
     if {"model_image_sizes", "image_grid_thw"} & inspect.signature(reward.function).parameters.keys():
         return "it reads coordinates in the images of the model, and gold answers may have others"
-    times = inspect.signature(reward.function).parameters.get("solution_times")
-    if times is not None and times.default == "frames":
-        return "its gold answers are numbers of frames, and answers have seconds"
     return None
 
 

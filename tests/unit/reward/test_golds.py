@@ -2,9 +2,11 @@
 
 from typing import Any
 
+import pytest
+
 from rl_vlm.config.schema import RewardSpec
 from rl_vlm.reward.function import Reward
-from rl_vlm.reward.golds import find_reading
+from rl_vlm.reward.golds import find_reading, why_not_comparable
 from rl_vlm.types import Sample
 
 
@@ -20,3 +22,26 @@ def test_a_column_whose_name_begins_with_another_column() -> None:
     found = find_reading(reward, samples, columns, columns)
     assert (found.column, found.form) == ("answer text", "alone")
     assert found.answer({"answer": "no 0", "answer text": "3"}) == "3"
+
+
+FRAMES = "its gold answers are numbers of frames, and answers have seconds"
+
+
+@pytest.mark.parametrize(
+    ("function", "settings", "reason"),
+    [
+        ("temporal_iou", {}, None),
+        ("temporal_iou", {"solution_times": "frames"}, FRAMES),
+        ("iou", {}, None),
+        ("iou", {"coordinates": "original"}, None),
+        ("iou", {"coordinates": "per_mille", "solution_coordinates": "per_mille"}, None),
+        (
+            "iou", {"coordinates": "per_mille"},
+            "its gold answers have coordinates that are original, and answers per_mille",
+        ),
+        ("exact_match", {}, None),
+    ],
+)  # fmt: skip
+def test_units_of_answers_and_gold_answers(function: str, settings: dict[str, str], reason: str | None) -> None:
+    """Boxes of the data and of the model have the same pixels, since made-up completions resize no image."""
+    assert why_not_comparable(Reward(RewardSpec(function=function, kwargs=settings))) == reason

@@ -33,6 +33,7 @@ from rl_vlm.reward.golds import (
     others_of,
     score_texts,
     spread_over,
+    why_not_comparable,
 )  # fmt: skip
 from rl_vlm.reward.suite import RewardSuite
 from rl_vlm.tools.checks.diagnosis import Checking, Note
@@ -115,9 +116,7 @@ def why_left_out(reward: Reward, columns: Sequence[str]) -> str | None:
     """Return the reason why a function is not called on made-up completions, or None if it is called."""
     if reward.asks_a_model:
         return "it asks a model for each completion"
-    if reward.reads_turns(columns):
-        return "it reads turns or environments, which made-up completions do not have"
-    return None
+    return why_not_comparable(reward, columns)
 
 
 def read_samples(

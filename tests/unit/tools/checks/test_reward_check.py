@@ -308,6 +308,22 @@ def test_rows_that_cannot_be_read_are_findings(
     assert capsys.readouterr().out.startswith(f"{severity}: empty prompt: 2 rows of rows.jsonl\n  rows.jsonl, row 3: ")
 
 
+@pytest.mark.parametrize(
+    ("function", "golds", "given"),
+    [
+        ("temporal_iou", [[0, 4], [1, 5]], "solution_times: frames"),
+        ("iou", [[0, 0, 40, 40], [1, 2, 30, 40]], "coordinates: per_mille"),
+    ],
+)
+def test_answers_in_other_units_than_gold_answers_are_not_made_up(
+    function: str, golds: list[list[int]], given: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Gold answers, as completions, would score too little, and the function would look wrong."""
+    Path("rows.jsonl").write_text("\n".join(json.dumps({"prompt": "?", "solution": gold}) for gold in golds))
+    assert cli.main(["rewards", "check", function, "--data", "rows.jsonl", f"kwargs={{{given}}}"]) == 2
+    assert f"nothing was checked: {function}: its gold answers" in capsys.readouterr().err
+
+
 def test_a_check_that_checks_nothing_says_so_by_its_status(capsys: pytest.CaptureFixture[str]) -> None:
     Path("run.yaml").write_text(
         "model: {model_name_or_path: none}\n"
