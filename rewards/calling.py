@@ -23,6 +23,11 @@ OFFERED = (
     "trainer_state", "log_extra", "log_metric",
 )  # fmt: skip
 
+OF_MEDIA = frozenset({
+    "images", "image_sizes", "model_image_sizes", "image_path", "image_grid_thw", "video_duration", "video_frame_times",
+})  # fmt: skip
+"""Arguments in `OFFERED` that are made of the row's images and videos."""
+
 LONGEST_TEXT = 220
 """Maximum characters of an exception's text in a message. The place that follows it is never cut off."""
 

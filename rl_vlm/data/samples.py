@@ -133,6 +133,10 @@ class Rows:
 
     def __getitem__(self, index: int) -> Sample:
         """Read row `index` and decode its images and videos. Raises DataError with the row's name if this fails."""
+        return self.sample(index)
+
+    def sample(self, index: int, decode_videos: bool = True) -> Sample:
+        """Read row `index` like `[]`. If `decode_videos` is false, frames of videos are black."""
         from rl_vlm.types import Sample  # imports torch, which a dry run does not need
 
         row, where, part = self.parse(index), self.place(index), self.part(index)
@@ -142,7 +146,7 @@ class Rows:
         images, files = [image for image, _ in found], [image_file(value, folder) for _, value in row.images]
         checked = self.headers.get(index, [None] * len(row.videos))
         videos = [
-            read_video(value, part.video_folder, self.frame_rule, f"{where}, column {name}", header)
+            read_video(value, part.video_folder, self.frame_rule, f"{where}, column {name}", header, decode_videos)
             for (name, value), header in zip(row.videos, checked, strict=True)
         ]
         return Sample(

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rewards.adapters import GOLD_COLUMNS, ROW_COLUMNS, gold_value
-from rewards.calling import is_async, parameters, takes_anything
+from rewards.adapters import GOLD_COLUMNS, ROW_COLUMNS, constants_of, gold_value
+from rewards.calling import OF_MEDIA, is_async, parameters, takes_anything
 from rewards.contract import Fault, Score
 from rewards.forms import bare_answer, gold_forms, is_box, json_of, written
 from rewards.grounding.boxes import DEEPEST_LIST, REGION_KEYS
@@ -64,14 +64,23 @@ def why_not_scored(reward: Reward, columns: Iterable[str] = ()) -> str | None:
         return reason
     if reward.worker or is_async(reward.function) or reward.asks_a_model:
         return "it is async, has a timeout or asks a model, so that a call for every row may cost much"
-    if {"model_image_sizes", "image_grid_thw"} & inspect.signature(reward.function).parameters.keys():
+    if {"model_image_sizes", "image_grid_thw"} & arguments_read(reward):
         return "it reads coordinates in the images of the model, and gold answers may have others"
     return None
 
 
-def reads_images(reward: Reward) -> bool:
-    """Return whether a function reads the images of a row, or their sizes."""
-    return bool({"images", "image_sizes", "image_path"} & inspect.signature(reward.function).parameters.keys())
+def reads_media(reward: Reward) -> bool:
+    """Return whether a function reads the images or videos of a row, their sizes or their times."""
+    return not OF_MEDIA.isdisjoint(arguments_read(reward))
+
+
+def arguments_read(reward: Reward) -> set[Any]:
+    """Return the arguments that a function names. With `**kwargs`, add all constants in its code."""
+    named: set[Any] = set(inspect.signature(reward.function).parameters)
+    function = inspect.unwrap(reward.function)
+    of_class = getattr(type(function).__call__, "__code__", None)
+    code = getattr(function, "__code__", of_class) if takes_anything(reward.function) else None
+    return named.union(constants_of(code))
 
 
 def gold_columns(columns: Sequence[str], functions: Sequence[Reward]) -> list[str]:

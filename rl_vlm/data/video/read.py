@@ -35,11 +35,14 @@ BLOCK, NUM_BLOCKS = 2**16, 16
 PLAYLISTS = (b"#EXTM3U", b"<MPD", b"ffconcat")
 
 
-def read_video(value: Any, folder: Path, rule: FrameRule, where: str, checked: ClipHeader | None = None) -> Video:
+def read_video(
+    value: Any, folder: Path, rule: FrameRule, where: str, checked: ClipHeader | None = None, decode: bool = True
+) -> Video:
     """Decode the frames of a video that `rule` chooses, in the size that the model's tower gets.
 
-    `value` is any value that `video_clip` takes. `checked` is the header that the check before the run has found.
-    Raises DataError with a message that begins with `where`, also if the video has another header now.
+    `value` is any value that `video_clip` takes. `checked` is the header that the check before the run has found. If
+    `decode` is false, the frames are black, and have the same times and sizes. Raises DataError with a message that
+    begins with `where`, also if the video has another header now.
     """
     from rl_vlm.types import Video  # imports torch, which a dry run does not need
 
@@ -53,11 +56,22 @@ def read_video(value: Any, folder: Path, rule: FrameRule, where: str, checked: C
             _, length = shown.clip(span)
             refuse_long(length / shown.fps, rule.data)
             numbers = rule.choose(shown, span)
-            distinct, places = np.unique(numbers, return_inverse=True)
-            frames = resized_frames(source.read(distinct.tolist()), len(numbers), rule)
+            frames = decoded(source, numbers, rule) if decode else black(source.header, len(numbers), rule)
         ticks = tuple(int(shown.ticks[number]) for number in numbers)
         path = None if clip.path is None else str((folder / clip.path).absolute())
-        return Video(np.stack(frames)[places], ticks, shown.fps, length, shown.duration, path, source.reader)
+        return Video(frames, ticks, shown.fps, length, shown.duration, path, source.reader)
+
+
+def decoded(source: FrameSource, numbers: Sequence[int], rule: FrameRule) -> np.ndarray:
+    """Return the frames with these numbers, in the size that the model's tower gets."""
+    distinct, places = np.unique(numbers, return_inverse=True)
+    return np.stack(resized_frames(source.read(distinct.tolist()), len(numbers), rule))[places]
+
+
+def black(header: Header, num_frames: int, rule: FrameRule) -> np.ndarray:
+    """Return black frames in the size that the model's tower gets. All pixels are one value in memory."""
+    width, height = rule.size(num_frames, header.width, header.height)
+    return np.broadcast_to(np.zeros((1, 1, 1, 1), np.uint8), (num_frames, height, width, 3))
 
 
 def resized_frames(read: Iterator[np.ndarray], num_frames: int, rule: FrameRule) -> list[np.ndarray]:

@@ -21,7 +21,7 @@ from rl_vlm.reward.golds import (
     gold_scores,
     gold_text,
     is_below,
-    reads_images,
+    reads_media,
     shortest_gold,
     spread_over,
     usual_columns,
@@ -29,6 +29,7 @@ from rl_vlm.reward.golds import (
 )  # fmt: skip
 from rl_vlm.tools.checks.boxes import box_findings
 from rl_vlm.tools.checks.diagnosis import Checking, Note, attempt
+from rl_vlm.tools.checks.model import prompts
 from rl_vlm.tools.checks.rows import Split, about_row, every_row
 from rl_vlm.tools.checks.settings import rewards
 from rl_vlm.tools.checks.table import Subject
@@ -53,15 +54,21 @@ GIVEN = "Leave the answer out of the prompt."
 
 
 def golds(subject: Subject) -> Checking[None]:
-    """Check the gold answers of both splits."""
-    splits = subject.value(every_row)
+    """Check the gold answers of both splits, also their lengths if the files of the model are here."""
+    splits, functions, found = subject.value(every_row), subject.value(rewards) or [], subject.value(prompts)
     for split in splits.loaded if splits else ():
-        yield from check_golds(split, subject.value(rewards) or [])
+        yield from check_golds(split, functions, found and found.builder.video_processor)
+        if found is not None:
+            limit = subject.config.rollout.max_completion_length
+            yield from gold_lengths(split, functions, found.builder.processor.tokenizer, limit)
 
 
-def check_golds(split: Split, functions: Sequence[Reward]) -> Checking[None]:
-    """Check the gold answers of the usable rows of a split."""
-    rows, used = split.rows, split.usable.indices
+def check_golds(split: Split, functions: Sequence[Reward], video_processor: Any = None) -> Checking[None]:
+    """Check the gold answers of the usable rows of a split.
+
+    `video_processor` is the checkpoint's, which chooses the frames of videos. Without it, frames have even distances.
+    """
+    rows, used = split.rows.with_frames_of(video_processor), split.usable.indices
     columns = gold_columns(rows.columns, functions)
     if not columns or not used:
         return
@@ -109,7 +116,7 @@ def gold_lengths(split: Split, functions: Sequence[Reward], tokenizer: Any, limi
 
 
 def scores_of_rows(rows: Rows, used: Sequence[int], reward: Reward, columns: Sequence[str]) -> list[GoldScore]:
-    """Score the gold answer of each row. Decode images only for functions that read them."""
+    """Score the gold answer of each row. Read images and videos only for functions that read them."""
     reward.form = reward.find_form(example_of(rows, used[0], reward))
     probed = [example_of(rows, row, reward) for row in spread_over(used, PROBED)]
     reading = find_reading(reward, probed, columns, rows.columns)
@@ -121,9 +128,9 @@ def scores_of_rows(rows: Rows, used: Sequence[int], reward: Reward, columns: Seq
 
 
 def example_of(rows: Rows, row: int, reward: Reward) -> Sample:
-    """Return a row as a sample. Read its images only if the function reads images."""
-    if reads_images(reward):
-        return rows[row]
+    """Return a row as a sample, with its images and with black videos if the function reads images or videos."""
+    if reads_media(reward):
+        return rows.sample(row, decode_videos=False)
     parsed = rows.parse(row)
     return Sample(rows.sample_ids[row], parsed.messages, [], parsed.columns, parsed.prompt)
 

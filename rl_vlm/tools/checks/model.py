@@ -37,11 +37,10 @@ from rl_vlm.run.build import NUM_LARGEST, NUM_PLANNED
 from rl_vlm.tools.checks.diagnosis import DATA, Checking, Note, attempt
 from rl_vlm.tools.checks.environments import toolbox
 from rl_vlm.tools.checks.files import model_files
-from rl_vlm.tools.checks.golds import gold_lengths
 from rl_vlm.tools.checks.machine import check_disk, gib, old_transformers
 from rl_vlm.tools.checks.pixels import check_pixels
 from rl_vlm.tools.checks.rows import Split, about_row, every_row
-from rl_vlm.tools.checks.settings import high_learning_rate, rewards
+from rl_vlm.tools.checks.settings import high_learning_rate
 from rl_vlm.tools.checks.table import Cost, Subject
 from rl_vlm.tools.checks.videos import video_notes
 from rl_vlm.types import Progress
@@ -60,7 +59,7 @@ class Prompts(NamedTuple):
 
 
 def prompts(subject: Subject) -> Checking[Prompts | None]:
-    """Check the prompts and the lengths of gold answers with the files of the model. Return None if they cannot be."""
+    """Check the prompts with the files of the model. Return None if they cannot be checked."""
     config, splits = subject.config, subject.value(every_row)
     if splits is None or splits.train is None or not splits.train.usable.indices:
         yield Note("prompts and model: no training row can be used", is_checked=False)
@@ -85,9 +84,6 @@ def prompts(subject: Subject) -> Checking[Prompts | None]:
     for split in splits.loaded:
         fitted.append((yield from fitting(split, builder, config.data.max_prompt_length)))
         yield from attempt(video_notes(fitted[-1], builder), DATA)
-    for split in splits.loaded:
-        limit, functions = config.rollout.max_completion_length, subject.value(rewards) or []
-        yield from gold_lengths(split, functions, builder.processor.tokenizer, limit)
     train, held_out = [*fitted, None][:2]
     return Prompts(checkpoint, builder, train, held_out)
 

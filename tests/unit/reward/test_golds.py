@@ -6,12 +6,30 @@ import pytest
 
 from rl_vlm.config.schema import RewardSpec
 from rl_vlm.reward.function import Reward
-from rl_vlm.reward.golds import find_reading, why_not_comparable
+from rl_vlm.reward.golds import find_reading, reads_media, why_not_comparable
 from rl_vlm.types import Sample
 
 
 def reads_second(completions: list[str], **columns: Any) -> list[float]:
     return [float(text == gold) for text, gold in zip(completions, columns["answer text"], strict=True)]
+
+
+def sees(completions: list[str], **columns: Any) -> list[float]:
+    return [float(bool(times)) for times in columns["video_frame_times"]]
+
+
+class Seeing:
+    def __call__(self, completions: list[str], **columns: Any) -> list[float]:
+        return [float(bool(sizes)) for sizes in columns["image_sizes"]]
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [("reads_second", False), ("sees", True), ("Seeing", True), ("exact_match", False), ("temporal_iou", True)],
+)
+def test_functions_that_read_images_or_videos(function: str, expected: bool) -> None:
+    name = function if function in ("exact_match", "temporal_iou") else f"{__name__}:{function}"
+    assert reads_media(Reward(RewardSpec(function=name))) == expected
 
 
 def test_a_column_whose_name_begins_with_another_column() -> None:

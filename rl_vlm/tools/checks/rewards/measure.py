@@ -9,8 +9,6 @@ from dataclasses import dataclass, field, replace
 from inspect import Parameter
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-
 from rewards.calling import OFFERED, parameters
 from rewards.contract import Score
 from rewards.text import completion_text
@@ -122,30 +120,23 @@ def why_left_out(reward: Reward, columns: Sequence[str]) -> str | None:
 def read_samples(
     data: Rows, num_rows: int, builder: PromptBuilder | None = None
 ) -> Checking[tuple[list[int], list[Sample]]]:
-    """Read up to `num_rows` rows, evenly spread over the data. Yield a finding for each row that cannot be read."""
+    """Read up to `num_rows` rows, evenly spread over the data. Yield a finding for each row that cannot be read.
+
+    Videos are not decoded: functions get their times, but not their pixels.
+    """
     spread = spread_over(range(len(data)), num_rows)
     found: list[tuple[int, Sample]] = []
     problems: list[str] = []
     for index in spread:
         try:
-            sample = data[index]
-            found.append((index, without_pixels(builder.shown(sample) if builder else sample)))
+            sample = data.sample(index, decode_videos=False)
+            found.append((index, builder.shown(sample) if builder else sample))
         except DataError as error:
             problems.append(str(error))
             yield replace(bad_row(data, index, error), rows=(index,))
     if not found:
         raise DataError(f"{data.name}: none of the {len(spread)} rows can be read. {problems[0]}")
     return [index for index, _ in found], [sample for _, sample in found]
-
-
-def without_pixels(sample: Sample) -> Sample:
-    """Return the sample with videos of a single repeated pixel. Functions get the times of videos, but not their
-    pixels."""
-    videos = [
-        replace(video, frames=np.broadcast_to(np.zeros((1, 1, 1, 1), np.uint8), video.frames.shape))
-        for video in sample.videos
-    ]
-    return replace(sample, videos=videos)
 
 
 def measure(reward: Reward, indices: Sequence[int], samples: Sequence[Sample], columns: Sequence[str]) -> Measured:

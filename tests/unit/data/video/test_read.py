@@ -333,3 +333,11 @@ def test_without_pyav_files_are_refused_and_frames_are_read(tmp_path, monkeypatc
     with pytest.raises(ConfigError, match=r"pip install -e '.\[video\]'"):
         read(path)
     assert read(FRAMES).frames.shape == (6, 48, 64, 3)
+
+
+def test_a_video_that_is_not_decoded_has_the_times_and_sizes_of_one_that_is(tmp_path: Path):
+    write_video(tmp_path / "a.mp4", moving_frames(100))
+    given = rule(num_frames=4)
+    whole, black = (read_video("a.mp4", tmp_path, given, "row 3", decode=decode) for decode in (True, False))
+    assert (black.times, black.duration, black.frames.shape) == (whole.times, whole.duration, whole.frames.shape)
+    assert whole.frames.any() and not black.frames.any()

@@ -71,6 +71,16 @@ def rounded(completions: list[str], solution: list[str]) -> list[float]:
     return [score * (text == gold) for text, gold, score in zip(completions, solution, best, strict=True)]
 
 
+def with_times(completions: list[str], solution: list[str], video_frame_times: list[Any]) -> list[float]:
+    ends = [times[0][-1] for times in video_frame_times]
+    golds = zip(completions, solution, ends, strict=True)
+    return [float(text == gold and float(gold) == end) for text, gold, end in golds]
+
+
+def with_any(completions: list[str], solution: list[str], **columns: Any) -> list[float]:
+    return with_times(completions, solution, columns["video_frame_times"])
+
+
 def with_images(completions: list[str], solution: list[str], images: list[Any]) -> list[float]:
     return [float(text == gold) for text, gold in zip(completions, solution, strict=True)]
 
@@ -240,6 +250,15 @@ def test_rounding_does_not_put_a_gold_answer_below_the_maximum(tmp_path: Path):
     """(0.1 + 0.2) / 0.3 is above 1 by a rounding error."""
     split = split_of(tmp_path, [{"solution": gold} for gold in ("1", "3", "5", "4")])
     assert kinds(gold_findings(split, f"{__name__}:rounded")) == []
+
+
+@pytest.mark.parametrize("name", ["with_times", "with_any"])
+def test_a_function_that_reads_the_times_of_videos_gets_them(name: str, tmp_path: Path):
+    """The rows have four frames without a rate, which is two frames per second."""
+    rows = [{"image": None, "video": ["0.png"] * 4, "solution": gold} for gold in ("1.5", "2")]
+    found = gold_findings(split_of(tmp_path, rows), f"{__name__}:{name}")
+    assert kinds(found) == [(1, "gold answer below the maximum of its reward")]
+    assert found.checked == [f"gold answers of {tmp_path / 'rows.jsonl'} under {name}"]
 
 
 def test_a_function_that_fails_on_gold_answers(tmp_path: Path):

@@ -42,7 +42,7 @@ def names_run(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 SECONDS = ["needed_settings", "batches", "sampling_temperature", "rewards", "toolbox", "token_loss"]
 AROUND = ["output_directory", "packages", "model_files"]
-ROWS = ["machine", "every_row", "duplicates", "golds", "prompts", "resets", "size"]
+ROWS = ["machine", "every_row", "duplicates", "prompts", "golds", "resets", "size"]
 
 
 @pytest.mark.parametrize(
