@@ -26,8 +26,9 @@ def report_text(diagnosis: Diagnosis) -> str:
 
 
 def comments(diagnosis: Diagnosis) -> str:
-    """Return the lines about the checks, and the warnings, as comments of a YAML file."""
-    lines = [*note_lines(diagnosis), *(f"warning: {what}" for what in diagnosis.texts("warning"))]
+    """Return the lines about the checks, and the warnings with their remedies, as comments of a YAML file."""
+    warnings = [finding for finding in diagnosis.findings if finding.severity == "warning"]
+    lines = [*note_lines(diagnosis), *(f"warning: {each.what}. {each.remedy}".rstrip(". ") for each in warnings)]
     return "".join(f"# {line[0].upper()}{line[1:]}.\n" for line in lines)
 
 

@@ -20,8 +20,21 @@ def test_the_closing_line_counts_errors_and_warnings():
 
 
 def test_notes_and_warnings_are_comments_of_a_dry_run():
-    found = collect([Note("the data"), LOW, Note("the model", is_checked=False), FULL])
-    assert comments(found) == "# Checked: the data.\n# Not checked: the model.\n# Warning: it is low.\n"
+    hot = Finding("warning", "sampling temperature", "it is 9", "Set it to about 1.")
+    found = collect([Note("the data"), LOW, hot, Note("the model", is_checked=False), FULL])
+    lines = [
+        "Checked: the data.",
+        "Not checked: the model.",
+        "Warning: it is low.",
+        "Warning: it is 9. Set it to about 1.",
+    ]
+    assert comments(found) == "".join(f"# {line}\n" for line in lines)
+
+
+def test_one_row_is_not_called_rows():
+    row = Finding("warning", "duplicate", "d, row 3: row 1", "Leave it out.", "d", 3)
+    assert group_lines([row])[0] == "warning: duplicate: 1 row of d"
+    assert group_lines([row, row])[0] == "warning: duplicate: 2 rows of d"
 
 
 def test_plain_values_have_the_keys_of_their_command():
