@@ -21,6 +21,7 @@ from rl_vlm.config import yaml_text
 from rl_vlm.config.batches import batch_sizes
 from rl_vlm.config.load import check_trainable, load_config
 from rl_vlm.config.schema import RunConfig
+from rl_vlm.distributed.setup import setup_problems
 from rl_vlm.distributed.shardings import SHARDINGS, listed_names
 from rl_vlm.errors import ConfigError
 
@@ -252,8 +253,6 @@ def check_time(text: str, warning: int) -> None:
 
 def check(job: Job) -> None:
     """Raise an error if the settings show that the run would fail on these machines."""
-    from rl_vlm.plan.check import check_setup
-
     cluster = replace(job.cluster, hosts=[f"node-{i}" for i in range(len(job.cluster.hosts))])
     size = job.config.vllm.vllm_tensor_parallel_size
     if cluster.num_sampling and size > cluster.gpus:
@@ -265,7 +264,7 @@ def check(job: Job) -> None:
     path, *overrides = map("".join, replace(job, cluster=cluster).trainer_words())
     config = load_config(path, overrides)
     check_trainable(config)
-    check_setup(config, SHARDINGS[cluster.sharding], cluster.num_training * cluster.gpus)
+    setup_problems(config, SHARDINGS[cluster.sharding], cluster.num_training * cluster.gpus).refuse()
 
 
 def commands(job: Job) -> str:

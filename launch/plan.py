@@ -15,6 +15,7 @@ from rl_vlm.config import yaml_text
 from rl_vlm.config.function_names import names_function
 from rl_vlm.config.precision import with_precision
 from rl_vlm.config.schema import RunConfig
+from rl_vlm.distributed.setup import setup_problems
 from rl_vlm.distributed.shardings import SHARDINGS, UNSHARDED, Kind, Sharding, kinds, listed_names
 from rl_vlm.errors import ConfigError
 from rl_vlm.plan.hardware import Card, Hardware, parse_card
@@ -61,13 +62,12 @@ def plan_command(config: RunConfig, options: argparse.Namespace) -> None:
     hardware = planned_hardware(options)
     if not names_function(config.model.model_name_or_path):
         config_source(config.model.model_name_or_path, config.model.model_revision)  # before the import of torch
+    config = with_precision(config, "cuda")
+    setup_problems(config, hardware.sharding, hardware.num_ranks).refuse()
     from rl_vlm.plan.build import inspect_model, plan_memory
-    from rl_vlm.plan.check import check_setup
     from rl_vlm.plan.report import describe_plan, plan_data, setup_data, smallest_table, suggested_tables
     from rl_vlm.plan.suggest import Models, setups, smallest
 
-    config = with_precision(config, "cuda")
-    check_setup(config, hardware.sharding, hardware.num_ranks)
     model = inspect_model(config)
     plan, models = plan_memory(config, hardware, model), Models(config, model)
     suggested = setups(config, hardware, models) if options.suggest else []
@@ -146,7 +146,9 @@ def asked_sharding(asked: dict[str, Any], kind: Kind) -> Sharding:
     """Return the sharding of a file for `accelerate launch`. Raises an error if it cannot be planned."""
     options = {} if kind.section is None else section(asked, kind.section)
     launch = resolve_name(kind.launch)(kind.name, {kind.variable_of(key): value for key, value in options.items()})
-    return launch.sharding
+    sharding = launch.sharding
+    launch.check()
+    return sharding
 
 
 def section(asked: dict[str, Any], name: str) -> dict[str, str]:

@@ -26,8 +26,6 @@ BUCKET_ELEMENTS = 2**22
 class DDP(Strategy):
     """Shards nothing. On one rank it is plain PyTorch."""
 
-    name = "DDP"
-
     def __init__(self, ranks: Collectives, max_grad_norm: float) -> None:
         super().__init__(ranks, UNSHARDED, max_grad_norm)
 

@@ -22,8 +22,6 @@ class FSDP2(Strategy):
     accelerate ignores its own FSDP plugin on CPUs, so this class calls `fully_shard` on CPUs and GPUs alike.
     """
 
-    name = "FSDP2"
-
     def __init__(self, ranks: Ranks, config: RunConfig) -> None:
         from torch.distributed.device_mesh import init_device_mesh
 

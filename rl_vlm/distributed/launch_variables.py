@@ -11,6 +11,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 from rl_vlm.config import json_text
+from rl_vlm.distributed.launcher import SET_BY_LAUNCHERS
 from rl_vlm.distributed.shardings import PLAIN, SHARDINGS, Kind, Sharding, kinds
 from rl_vlm.errors import LaunchError
 
@@ -74,6 +75,19 @@ class Launch:
             return resolve_name(self.facts.sharding)(self)
         return next(row for row in SHARDINGS.values() if row.kind is self.facts)
 
+    def check(self) -> None:
+        """Raise LaunchError if the sharding's package is installed and cannot read its config. It may import torch."""
+        if self.facts.check is not None:
+            resolve_name(self.facts.check)(self)
+
+
+def read_launch() -> Launch:
+    """Return the launcher's request. Raises LaunchError if the launcher asks for something without effect."""
+    refuse_unsupported()
+    asked = (kind for kind in kinds().values() if kind.variable is not None and _is_true(kind.variable))
+    kind = next(asked, PLAIN)
+    return resolve_name(kind.launch)(kind.name, os.environ)
+
 
 def take_launch() -> Launch:
     """Return the launcher's request, and remove it from the environment.
@@ -81,10 +95,20 @@ def take_launch() -> Launch:
     accelerate then joins the processes as for DDP, and the strategies of this package shard the model. Raises
     LaunchError if the launcher asks for something without effect.
     """
-    refuse_unsupported()
-    asked = (kind for kind in kinds().values() if kind.variable is not None and _take(kind.variable))
-    kind = next(asked, PLAIN)
-    return resolve_name(kind.launch)(kind.name, os.environ)
+    launch = read_launch()
+    for name in request_variables():
+        os.environ.pop(name, None)
+    return launch
+
+
+def is_launched() -> bool:
+    """Return whether a launcher has started this process, or its variables ask for a sharding."""
+    return any(name in os.environ for name in (*SET_BY_LAUNCHERS, "WORLD_SIZE", *request_variables()))
+
+
+def request_variables() -> list[str]:
+    """Return the variables by which launchers ask for a kind of sharding."""
+    return [kind.variable for kind in kinds().values() if kind.variable is not None]
 
 
 def plain_launch(kind: str, environment: Mapping[str, str]) -> Launch:
@@ -109,11 +133,30 @@ def _mixed_precision(environment: Mapping[str, str]) -> str:
     return environment.get("ACCELERATE_MIXED_PRECISION", "no")
 
 
+def check_evaluation_launch(launch: Launch, dtype: str | None) -> None:
+    """Raise LaunchError if the launcher asks for another precision, or to shard the model by DeepSpeed or FSDP."""
+    check_precision(launch.mixed_precision, dtype)
+    if launch.facts.shards_state:
+        raise LaunchError(
+            "the launcher asks for DeepSpeed or FSDP, but an evaluation does not shard the model: use "
+            "launch/accelerate/ddp.yaml. To spread a model over several devices, serve it, or set rollout.engine to "
+            "vllm and vllm_tensor_parallel_size."
+        )
+
+
+def check_precision(mixed_precision: str, dtype: str | None) -> None:
+    """Raise LaunchError if the launcher's mixed precision contradicts `model.dtype`, unless that is not set yet."""
+    if dtype is not None and mixed_precision not in ("no", {"bfloat16": "bf16", "float32": "no"}[dtype]):
+        raise LaunchError(
+            f"the launcher asks for mixed_precision {mixed_precision}, but model.dtype is {dtype}: set mixed_precision "
+            'to "no", and choose the precision with model.dtype (float32 or bfloat16)'
+        )
+
+
 @contextmanager
 def kept_request() -> Iterator[None]:
     """Restore the launcher's request after the block, in which `take_launch` removes it."""
-    taken = [kind.variable for kind in kinds().values() if kind.variable is not None]
-    request = {name: os.environ[name] for name in taken if name in os.environ}
+    request = {name: os.environ[name] for name in request_variables() if name in os.environ}
     try:
         yield
     finally:
@@ -122,12 +165,6 @@ def kept_request() -> Iterator[None]:
 
 def _is_true(name: str) -> bool:
     return os.environ.get(name, "false").lower() in ("1", "true")
-
-
-def _take(name: str) -> bool:
-    asked = _is_true(name)
-    os.environ.pop(name, None)
-    return asked
 
 
 def refuse_unsupported() -> None:
@@ -148,12 +185,12 @@ def check_fsdp(environment: Mapping[str, str]) -> None:
     version = environment.get("FSDP_VERSION", "1")
     if version != "2":
         raise LaunchError(
-            f"fsdp_config.fsdp_version is {version}, but rl-vlm shards with FSDP2: set fsdp_version to 2, as in "
+            f"fsdp_config.fsdp_version is {version}, but rl-vlm shards with fsdp2: set fsdp_version to 2, as in "
             "launch/accelerate/fsdp2.yaml"
         )
     reshard = environment.get("FSDP_RESHARD_AFTER_FORWARD", "true")
     if reshard.lower() not in ("true", "false"):
-        raise LaunchError(f"fsdp_config.fsdp_reshard_after_forward is {reshard}: with FSDP2 it is true or false")
+        raise LaunchError(f"fsdp_config.fsdp_reshard_after_forward is {reshard}: with fsdp2 it is true or false")
     for key, accepted in FSDP_KEYS.items():
         value = environment.get(key.upper(), "")
         if value and value.lower() not in map(str.lower, accepted):

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from rl_vlm.distributed.collectives import Collectives
+from rl_vlm.distributed.setup import UNSHARDED_WEIGHTS
 from rl_vlm.distributed.shards import is_shard
 from rl_vlm.errors import LaunchError, listed
 
@@ -34,13 +35,13 @@ def layers_of(policy: Any, classes: Sequence[str] = ()) -> list[nn.Module]:
         raise LaunchError(
             f"fsdp_config.fsdp_transformer_layer_cls_to_wrap names {listed(unknown)}, which the model does not have. "
             f"It has layers of {listed({type(layer).__name__ for layers in lists for layer in layers})}. Without the "
-            f"key, FSDP2 shards the model's _no_split_modules: {listed(policy.transformer._no_split_modules or ())}"
+            f"key, fsdp2 shards the model's _no_split_modules: {listed(policy.transformer._no_split_modules or ())}"
         )
     if not found:
         raise LaunchError(
             f"{type(policy.transformer).__name__} cannot be sharded layer by layer: it has no layer of the classes in "
-            f"its _no_split_modules ({listed(names)}). With FSDP2, set fsdp_config.fsdp_transformer_layer_cls_to_wrap "
-            "to the classes of its layers. With ZeRO, use stage 2"
+            f"its _no_split_modules ({listed(names)}). With fsdp2, set fsdp_config.fsdp_transformer_layer_cls_to_wrap "
+            f"to the classes of its layers; or {UNSHARDED_WEIGHTS}"
         )
     return found[::-1]
 

@@ -10,35 +10,9 @@ from torch import Tensor, nn
 
 from rl_vlm.config.schema import TrainConfig
 from rl_vlm.distributed.shards import whole_shape
-from rl_vlm.errors import LaunchError, require_bitsandbytes
 
-WHOLE_WEIGHTS = {
-    "adamw_8bit": "its moments are quantized in blocks of 256 values, which shards would cut",
-    "adafactor": "its moments are those of the rows and columns of whole matrices",
-}
-"""Optimizers that need whole weights, with the reason."""
 QUANTIZATION_MAPS = {"qmap1": "dynamic", "qmap2": "udynamic"}
 """Constants that bitsandbytes keeps in every 8-bit state, with their names in the optimizer."""
-
-
-def check_optim(optim: str, launcher: str, shards_state: bool) -> None:
-    """Raise an error if an optimizer cannot be used.
-
-    Raises LaunchError if ranks would shard weights that it needs whole, and ConfigError if its package is missing.
-    `launcher` names the launcher's request in the message.
-    """
-    refuse_shards(optim, launcher, shards_state)
-    if optim == "adamw_8bit":
-        require_bitsandbytes("train.optim: adamw_8bit")
-
-
-def refuse_shards(optim: str, sharding: str, shards_state: bool) -> None:
-    """Raise LaunchError if ranks would shard weights that an optimizer needs whole. The message names `sharding`."""
-    if shards_state and optim in WHOLE_WEIGHTS:
-        raise LaunchError(
-            f"train.optim: {optim} cannot be used with {sharding}: {WHOLE_WEIGHTS[optim]}. Use adamw_torch, whose "
-            "moments are sharded, or train with DDP (launch/accelerate/ddp.yaml)"
-        )
 
 
 def build_optimizer(trainable: Sequence[nn.Parameter], train: TrainConfig) -> torch.optim.Optimizer:

@@ -28,7 +28,9 @@ class Kind:
     variable_of: Callable[[str], str] = str.upper
     """Returns the variable that accelerate sets for an option of the section."""
     sharding: str | None = None
-    """Function that chooses the row of a `Launch`. None: the kind has one row."""
+    """Function that chooses the row of a `Launch`, without torch. None: the kind has one row."""
+    check: str | None = None
+    """Function that raises LaunchError if the kind's package is installed and cannot read the config of a `Launch`."""
     shards_state: bool = True
     """Ranks share the optimizer state, and each writes its part of a checkpoint."""
     needs_all_gradients: bool = False
@@ -98,6 +100,7 @@ DEEPSPEED = Kind(
     section="deepspeed_config",
     variable_of=deepspeed_variable,
     sharding="rl_vlm.distributed.zero_config:launched_sharding",
+    check="rl_vlm.distributed.zero_config:check_launched_keys",
     needs_all_gradients=True,
 )
 FSDP = Kind(

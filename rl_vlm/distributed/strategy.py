@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.distributed.collectives import Collectives
 from rl_vlm.distributed.gradients import clip_and_update, reserve_update
-from rl_vlm.distributed.launch_variables import Launch
-from rl_vlm.distributed.optim import check_optim, load_optimizer_state, optimizer_state
+from rl_vlm.distributed.launch_variables import check_precision
+from rl_vlm.distributed.optim import load_optimizer_state, optimizer_state
 from rl_vlm.distributed.ranks import Ranks
+from rl_vlm.distributed.setup import setup_problems
 from rl_vlm.distributed.shardings import Sharding
-from rl_vlm.errors import LaunchError
+from rl_vlm.errors import require_bitsandbytes
 
 
 class Strategy:
@@ -24,11 +25,10 @@ class Strategy:
     The methods of this class shard no weights, and use an optimizer of torch. Other strategies override them.
     """
 
-    name: str
-
     def __init__(self, ranks: Collectives, sharding: Sharding, max_grad_norm: float) -> None:
         self.ranks = ranks
         self.sharding = sharding
+        self.name = sharding.name
         self.max_grad_norm = max_grad_norm
         self.loads_empty = sharding.shards_weights and not ranks.is_main
         """Whether this rank loads models without weights; `place` gets them from rank 0."""
@@ -99,28 +99,9 @@ class Strategy:
 
 
 def select_strategy(ranks: Ranks, config: RunConfig) -> Strategy:
-    """Return the strategy that the launcher asks for. Raises LaunchError if it contradicts the run's settings."""
+    """Return the strategy that the launcher asks for. Raises an error if it contradicts the run's settings."""
     check_precision(ranks.launch.mixed_precision, config.model.precision)
-    kind = ranks.launch.facts
-    check_optim(config.train.optim, kind.name, kind.shards_state)
-    return resolve_name(kind.strategy)(ranks, config)
-
-
-def check_evaluation_launch(launch: Launch, dtype: str) -> None:
-    """Raise LaunchError if the launcher asks for another precision, or to shard the model by DeepSpeed or FSDP."""
-    check_precision(launch.mixed_precision, dtype)
-    if launch.facts.shards_state:
-        raise LaunchError(
-            "the launcher asks for DeepSpeed or FSDP, but an evaluation does not shard the model: use "
-            "launch/accelerate/ddp.yaml. To spread a model over several devices, serve it, or set rollout.engine to "
-            "vllm and vllm_tensor_parallel_size."
-        )
-
-
-def check_precision(mixed_precision: str, dtype: str) -> None:
-    """Raise LaunchError if the launcher's mixed precision contradicts `model.dtype`."""
-    if mixed_precision not in ("no", {"bfloat16": "bf16", "float32": "no"}[dtype]):
-        raise LaunchError(
-            f"the launcher asks for mixed_precision {mixed_precision}, but model.dtype is {dtype}: set mixed_precision "
-            'to "no", and choose the precision with model.dtype (float32 or bfloat16)'
-        )
+    setup_problems(config, ranks.launch.sharding, ranks.world_size).refuse()
+    if config.train.optim == "adamw_8bit":
+        require_bitsandbytes("train.optim: adamw_8bit")
+    return resolve_name(ranks.launch.facts.strategy)(ranks, config)

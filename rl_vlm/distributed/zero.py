@@ -38,9 +38,7 @@ class ZeRO(Strategy):
         check_zero_config(ranks.launch.deepspeed, config, ranks.world_size)
         self.config = config
         self.settings = ranks.launch.deepspeed
-        zero = self.settings["zero_optimization"]
-        self.name = f"ZeRO-{zero['stage']}"
-        super().__init__(ranks, row_of(zero), config.train.max_grad_norm)
+        super().__init__(ranks, row_of(self.settings["zero_optimization"]), config.train.max_grad_norm)
 
     def deepspeed_config(self, hidden_size: int) -> dict[str, Any]:
         """Return a new config for `deepspeed.initialize`."""

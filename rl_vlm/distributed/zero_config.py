@@ -59,7 +59,9 @@ def check_zero_config(asked: Mapping[str, Any], config: RunConfig, world_size: i
             raise LaunchError(f'the DeepSpeed config sets {name} to {value!r}: write a section, {{"{name}": {{…}}}}')
     check_batches(asked, config, world_size)
     check_precision(asked, config.model.precision)
-    check_zero(asked.get("zero_optimization") or {})
+    zero = asked.get("zero_optimization") or {}
+    check_zero(zero)
+    check_zero_keys(zero)
     check_readable(asked)
 
 
@@ -121,13 +123,12 @@ def check_precision(asked: Mapping[str, Any], dtype: str) -> None:
 
 
 def check_zero(zero: Mapping[str, Any]) -> None:
-    """Raise LaunchError if `zero_optimization` is not supported, or if DeepSpeed does not accept it."""
+    """Raise LaunchError if `zero_optimization` is not supported. DeepSpeed need not be installed."""
     stage = zero.get("stage")
     if stage not in (1, 2, 3):
         raise LaunchError(
             f"ZeRO stage {stage} is not supported: use 1, 2 or 3. Without sharding, use launch/accelerate/ddp.yaml"
         )
-    check_zero_keys(zero)
     refused = [name for name in ZERO_REFUSED if not asks_for_nothing(zero.get(name))]
     refused += [f"{name} false" for name in ZERO_NEEDED if zero.get(name) is False]
     if refused:
@@ -202,6 +203,11 @@ def launched_sharding(launch: Launch) -> Sharding:
     zero = launch.deepspeed["zero_optimization"]
     check_zero(zero)
     return zero_sharding(zero)
+
+
+def check_launched_keys(launch: Launch) -> None:
+    """Raise LaunchError if DeepSpeed is installed and does not accept `zero_optimization` of a launch."""
+    check_zero_keys(launch.deepspeed["zero_optimization"])
 
 
 def zero_sharding(zero: Mapping[str, Any]) -> Sharding:

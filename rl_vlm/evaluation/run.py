@@ -24,8 +24,8 @@ from rl_vlm.config.secrets import starred
 from rl_vlm.data.check import UsableRows, warn_of_dropped
 from rl_vlm.data.prompts import PromptBuilder
 from rl_vlm.distributed.installation import check_installation
+from rl_vlm.distributed.launch_variables import check_evaluation_launch
 from rl_vlm.distributed.ranks import Ranks, joined
-from rl_vlm.distributed.strategy import check_evaluation_launch
 from rl_vlm.evaluation.difficulty import write_selected_rows
 from rl_vlm.evaluation.directory import EvaluationDirectory
 from rl_vlm.evaluation.evaluator import (

@@ -5,36 +5,11 @@ This holds for the backward pass as well.
 
 from __future__ import annotations
 
-from rl_vlm.config.schema import ModelConfig
 from rl_vlm.distributed.ranks import Ranks
+from rl_vlm.distributed.setup import UNSHARDED_WEIGHTS
 from rl_vlm.errors import ConfigError, ModelError, listed
 from rl_vlm.model.head import is_plain_head
 from rl_vlm.model.policy import Policy
-
-NEEDS_WEIGHTS = ("pissa", "olora")
-"""Adapter initialisations that are computed from the base weights, and change them."""
-
-
-def refuse_initialisation(config: ModelConfig, strategy: str) -> None:
-    """Raise ConfigError if a new adapter is initialised from base weights, which most ranks do not load.
-
-    `strategy` is the name of the strategy that shards the model.
-    """
-    if config.use_peft and config.init_lora_weights in NEEDS_WEIGHTS:
-        raise ConfigError(
-            f"model.init_lora_weights: {config.init_lora_weights} is computed from the base weights, but with "
-            f"{strategy} only one process loads them: use true, gaussian or orthogonal, or train with DDP or ZeRO-2"
-        )
-
-
-def refuse_quantization(config: ModelConfig, strategy: str) -> None:
-    """Raise ConfigError if 4-bit weights would be sharded. `strategy` is the name of the strategy that does so."""
-    if config.load_in_4bit:
-        raise ConfigError(
-            f"model.load_in_4bit cannot be used with {strategy}: the scales of 4-bit weights are not among the "
-            "parameters, and shards would lack them. Train with DDP or ZeRO-2, where every process holds the quantized "
-            "model, or set load_in_4bit to false"
-        )
 
 
 def refuse_unlike_weights(policy: Policy, ranks: Ranks) -> None:
@@ -47,22 +22,22 @@ def refuse_unlike_weights(policy: Policy, ranks: Ranks) -> None:
         )
 
 
-def refuse_unshardable(policy: Policy, strategy: str) -> None:
+def refuse_unshardable(policy: Policy, sharding: str) -> None:
     """Raise an error if ranks would call the policy's modules unequally often, and wait for each other forever.
 
-    Raises ModelError if the family is the cause, ConfigError if an adapter is. `strategy` is the name of the strategy
-    that shards the model.
+    Raises ModelError if the family is the cause, ConfigError if an adapter is. `sharding` is the name of the sharding
+    in the message.
     """
     reason = policy.family.unshardable
     if reason is not None:
         raise ModelError(
-            f"{policy.family.model_type} cannot be trained with {strategy}: {reason}, so processes could wait for each "
-            "other forever. Train it with DDP or ZeRO-2"
+            f"{policy.family.model_type} cannot be trained with {sharding}: {reason}, so processes could wait for each "
+            f"other forever: {UNSHARDED_WEIGHTS}"
         )
     if not is_plain_head(policy.transformer.get_output_embeddings()):
         raise ConfigError(
-            f"model.lora_target_modules: an adapter on the LM head cannot be trained with {strategy}, because "
-            "processes call the head unequally often: leave the head out, or train with DDP or ZeRO-2"
+            f"model.lora_target_modules: an adapter on the LM head cannot be trained with {sharding}, because "
+            f"processes call the head unequally often: leave the head out, or {UNSHARDED_WEIGHTS}"
         )
 
 

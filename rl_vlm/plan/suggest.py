@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from rl_vlm.config.engines import engines_where
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.config.unread import by_section, unread_settings
+from rl_vlm.distributed.setup import setup_problems
 from rl_vlm.distributed.shardings import SHARDINGS
 from rl_vlm.errors import RLVLMError
 from rl_vlm.plan.build import (
@@ -26,7 +27,6 @@ from rl_vlm.plan.build import (
     vllm_fractions,
     with_weights,
 )
-from rl_vlm.plan.check import check_setup
 from rl_vlm.plan.hardware import Hardware
 from rl_vlm.plan.memory import MemoryPlan
 from rl_vlm.plan.speed import step_seconds
@@ -152,7 +152,7 @@ def setup(config: RunConfig, changes: Changes, hardware: Hardware, models: Model
     """Plan a run with changed settings, and adapt them if that makes the run fit. Returns None if the run refuses
     them."""
     try:
-        check_setup(with_changes(config, changes), hardware.sharding, hardware.num_ranks)
+        setup_problems(with_changes(config, changes), hardware.sharding, hardware.num_ranks).refuse()
     except (ValidationError, RLVLMError):
         return None
     model = models.of(with_changes(config, changes))

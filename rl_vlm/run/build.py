@@ -47,8 +47,6 @@ from rl_vlm.model.loading import initial_checkpoint, load_policy, share_weight_n
 from rl_vlm.model.policy import Policy
 from rl_vlm.model.reference import Reference, add_initial_adapter, load_reference
 from rl_vlm.model.sharding import (
-    refuse_initialisation,
-    refuse_quantization,
     refuse_unlike_weights,
     refuse_unshardable,
     require_input_gradients,
@@ -301,9 +299,6 @@ def load_models(
         raise ConfigError("memory.activation_offloading has no effect without a GPU; leave it out")
     idle_prompt = data.builder.build(idle_sample()) if strategy.is_sharded else None
     logger.info(loading_line(config, ranks.device))
-    if strategy.equal_calls:
-        refuse_initialisation(config.model, strategy.name)
-        refuse_quantization(config.model, strategy.name)
     with ranks.agree():
         policy = load_policy(config, data.initial, resumed, idle_prompt, empty=strategy.loads_empty)
     if strategy.equal_calls:

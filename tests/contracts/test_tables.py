@@ -19,14 +19,23 @@ import pytest
 
 from rl_vlm.config.engines import ENGINES
 from rl_vlm.config.schema import VLLMConfig
-from rl_vlm.distributed.shardings import SHARDINGS, kinds
+from rl_vlm.distributed.shardings import SHARDINGS, Kind, kinds
 
 ROOT = Path(__file__).parents[2]
 TYPES = [name for kind in kinds().values() for name in kind.distributed_types]
 TABLES = {"engine": {*ENGINES}, "sharding": {*SHARDINGS, *kinds(), *TYPES}}
 """Names that no code compares with, by the table that has them."""
 BUILDERS = [place for row in ENGINES.values() for place in (row.training, row.evaluation)]
-STRATEGIES = [place for kind in kinds().values() for place in (kind.strategy, kind.launch, kind.sharding) if place]
+OTHER_NAMES = re.compile(r"\bDDP\b|\bZeRO-\d|\bFSDP2\b")
+"""Names of shardings in their papers. Errors use the names of the table, which users write."""
+
+
+def places(kind: Kind) -> tuple[str | None, ...]:
+    """The functions that a kind of sharding names."""
+    return kind.strategy, kind.launch, kind.sharding, kind.check
+
+
+STRATEGIES = [place for kind in kinds().values() for place in places(kind) if place]
 OWN_FILES = {
     "rl_vlm/config/engines.py",
     "rl_vlm/distributed/shardings.py",
@@ -81,6 +90,23 @@ def test_nothing_compares_with_the_name_of_an_engine_or_a_sharding():
 def test_nothing_lists_the_names_of_a_table():
     found = [f"{file}:{line} {', '.join(names)}" for file, code in other_files() for line, names in copies(code)]
     assert found == []
+
+
+def messages(code: str) -> Iterator[tuple[int, str]]:
+    """Line and text of each string in an error that is raised."""
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Raise):
+            for part in ast.walk(node):
+                if isinstance(part, ast.Constant) and isinstance(part.value, str):
+                    yield part.lineno, part.value
+
+
+def test_errors_name_a_sharding_as_its_row_does():
+    found = [
+        f"{file}:{line}" for file, code in other_files() for line, text in messages(code) if OTHER_NAMES.search(text)
+    ]
+    assert found == []
+    assert [line for line, text in messages('raise E(\n    f"{n} with ZeRO-3")') if OTHER_NAMES.search(text)] == [2]
 
 
 COMPARES = """
@@ -293,9 +319,10 @@ from pathlib import Path
 from launch.plan import accelerate_file
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.distributed.shardings import SHARDINGS
-from rl_vlm.distributed.strategy import check_evaluation_launch, select_strategy
+from rl_vlm.distributed.launch_variables import check_evaluation_launch
+from rl_vlm.distributed.setup import setup_problems
+from rl_vlm.distributed.strategy import select_strategy
 from rl_vlm.plan.build import plan_memory
-from rl_vlm.plan.check import check_setup
 from rl_vlm.plan.report import plan_data
 from rl_vlm.plan.suggest import with_shardings
 
@@ -320,7 +347,7 @@ print(json.dumps({
     "taken": [ranks.launch.kind, ranks.launch.sharding.name, "ACCELERATE_USE_HALVES" in os.environ],
     "strategy": [type(select_strategy(ranks, run)).__name__, select_strategy(ranks, run).equal_calls],
     "at the start": refusal(select_strategy, ranks, eight_bit),
-    "in the plan": refusal(check_setup, eight_bit, SHARDINGS["halves"], 8),
+    "in the plan": refusal(setup_problems(eight_bit, SHARDINGS["halves"], 8).refuse),
     "evaluation": refusal(check_evaluation_launch, ranks.launch, "float32"),
 }))
 """

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from rl_vlm.config.load import load_config
 from rl_vlm.config.schema import RunConfig
+from rl_vlm.distributed.setup import setup_problems
 from rl_vlm.distributed.shardings import SHARDINGS, UNSHARDED
 from rl_vlm.errors import RLVLMError
 from rl_vlm.plan.build import Model, inspect_model, plan_memory
-from rl_vlm.plan.check import check_setup
 from rl_vlm.plan.hardware import GIB, Hardware, parse_card
 from rl_vlm.plan.packaged import packaged_config
 from tests.helpers.dry_runs import CONFIGS, TINY, num_processes, opening_comment
@@ -65,7 +65,7 @@ class ReadyPlan:
         """Whether the run is accepted on these cards and its plan fits."""
         hardware = replace(machines(size, gpus), sharding=self.hardware.sharding if gpus > 1 else UNSHARDED)
         try:
-            check_setup(self.config, hardware.sharding, gpus)
+            setup_problems(self.config, hardware.sharding, gpus).refuse()
             return plan_memory(self.config, hardware, self.model).fits
         except RLVLMError:
             return False

@@ -11,12 +11,12 @@ from typing import Any
 from rl_vlm.config.engines import ENGINES
 from rl_vlm.config.load import FULL_NAMES, check_trainable
 from rl_vlm.config.schema import RunConfig
+from rl_vlm.distributed.setup import setup_problems
 from rl_vlm.distributed.shardings import SHARDINGS, UNSHARDED, Sharding
 from rl_vlm.errors import RLVLMError
 from rl_vlm.model.families import FAMILIES
 from rl_vlm.model.family import positions_after_videos
 from rl_vlm.model.remote.kinds import OWN_KINDS
-from rl_vlm.plan.check import check_setup
 from tests.gpu import test_shared_attention
 from tests.helpers.family_parity import CASES, NOT_THIS
 from tests.helpers.pages import ROOT
@@ -84,7 +84,7 @@ def configured(settings: dict[str, Any]) -> RunConfig:
 def accepted(settings: dict[str, Any], sharding: Sharding = UNSHARDED) -> str:
     """Return whether two processes with a sharding accept the settings, as a cell of a table."""
     try:
-        check_setup(configured(settings), sharding, num_ranks=2)
+        setup_problems(configured(settings), sharding, num_ranks=2).refuse()
     except (RLVLMError, ValueError):
         return NO
     return YES

@@ -14,6 +14,7 @@ from rl_vlm.config.adapters import adapter_rank
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.data.prompts import PromptBuilder
 from rl_vlm.distributed.ranks import Ranks
+from rl_vlm.distributed.setup import refuse_divided_engine
 from rl_vlm.errors import ConfigError
 from rl_vlm.model.families import TokenRules, family_of
 from rl_vlm.model.files import is_adapter
@@ -110,12 +111,7 @@ def beside_ranks(config: RunConfig, num_ranks: int) -> dict[str, Any]:
 
     Raises ConfigError if the number of ranks is not a multiple of it.
     """
-    size = config.vllm.vllm_tensor_parallel_size
-    if num_ranks % size:
-        raise ConfigError(
-            f"vllm.vllm_tensor_parallel_size {size} does not divide the run's {num_ranks} processes, which share "
-            "models with rollout.engine: vllm"
-        )
+    refuse_divided_engine(config, num_ranks)
     if num_ranks == 1:
         return {}
     worker = "auto" if torch.cuda.is_available() else "rl_vlm.rollout.vllm.cpu_worker.SharedCPUWorker"

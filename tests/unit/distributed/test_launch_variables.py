@@ -8,11 +8,16 @@ import pytest
 import trl
 import yaml
 
-from rl_vlm.distributed.launch_variables import Launch, read_json, take_launch
+from rl_vlm.distributed.launch_variables import (
+    Launch,
+    check_evaluation_launch,
+    check_precision,
+    read_json,
+    take_launch,
+)
 from rl_vlm.distributed.launcher import check_numbers, check_variables, is_one_of_several, note_short_grace
 from rl_vlm.distributed.meeting_point import init_method
 from rl_vlm.distributed.ranks import Ranks, check_devices, check_launch
-from rl_vlm.distributed.strategy import check_evaluation_launch, check_precision
 from rl_vlm.errors import LaunchError
 from tests.helpers.launching import FILES, environment_of, set_environment
 
@@ -124,7 +129,7 @@ def test_values_that_describe_what_happens_anyway_are_accepted(monkeypatch, tmp_
         ("fsdp_sharding_strategy", "HYBRID_SHARD", "only FULL_SHARD"),
         ("fsdp_forward_prefetch", True, "only false"),
         ("fsdp_ignored_modules", "visual", "not supported: remove it"),
-        ("fsdp_reshard_after_forward", "FULL_SHARD", "with FSDP2 it is true or false"),
+        ("fsdp_reshard_after_forward", "FULL_SHARD", "with fsdp2 it is true or false"),
     ],
 )
 def test_other_settings_of_fsdp_are_refused(monkeypatch, tmp_path, key: str, value: Any, message: str):

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from transformers import Adafactor
 
-from rl_vlm.config.schema import TrainConfig
+from rl_vlm.config.schema import RunConfig, TrainConfig
 from rl_vlm.distributed.ddp import DDP
-from rl_vlm.distributed.optim import check_optim
 from rl_vlm.distributed.optimizer import Optimizer
 from rl_vlm.distributed.optimizer_files import OptimizerFiles, load_optimizer
 from rl_vlm.distributed.ranks import Ranks
-from rl_vlm.errors import ConfigError, LaunchError
+from rl_vlm.distributed.strategy import select_strategy
+from rl_vlm.errors import ConfigError
 
 BITSANDBYTES: Any = pytest.importorskip("bitsandbytes.optim", reason="needs bitsandbytes")
 NUM_STEPS = 4
@@ -126,16 +126,8 @@ def test_bitsandbytes_keeps_nothing_of_a_run() -> None:
     assert not any(kept.values())
 
 
-@pytest.mark.parametrize("launcher", ["deepspeed", "fsdp2"])
-@pytest.mark.parametrize(("optim", "reason"), [("adamw_8bit", "blocks of 256 values"), ("adafactor", "of the rows")])
-def test_optimizers_that_need_whole_weights_are_refused_on_shards(launcher: str, optim: str, reason: str) -> None:
-    with pytest.raises(LaunchError, match=rf"train\.optim: {optim} cannot be used with {launcher}: .*{reason}"):
-        check_optim(optim, launcher, shards_state=True)
-    check_optim("adamw_torch", launcher, shards_state=True)
-    check_optim(optim, "ddp", shards_state=False)
-
-
 def test_without_bitsandbytes_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    train = {"prompts_per_step": 1, "optim": "adamw_8bit"}
     with pytest.raises(ConfigError, match=r"pip install -e '\.\[bitsandbytes\]'"):
-        check_optim("adamw_8bit", "ddp", shards_state=False)
+        select_strategy(Ranks(), RunConfig.model_validate({"model": {"model_name_or_path": "m"}, "train": train}))

@@ -15,7 +15,6 @@ from rl_vlm.errors import ConfigError
 from rl_vlm.log.messages import parameters_line
 from rl_vlm.model.loading import load_model
 from rl_vlm.model.quantization import keep_format
-from rl_vlm.model.sharding import refuse_quantization
 from tests.helpers.builders import make_policy
 from tests.tiny.build import build_tiny
 
@@ -35,12 +34,6 @@ def test_without_bitsandbytes_the_extra_is_named(checkpoint: Path, monkeypatch: 
         ConfigError, match=r"model.load_in_4bit needs bitsandbytes.*pip install -e '\.\[bitsandbytes\]'"
     ):
         load_model(str(checkpoint), None, config)
-
-
-def test_shards_of_4_bit_weights_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"load_in_4bit cannot be used with FSDP2.* Train with DDP or ZeRO-2"):
-        refuse_quantization(ModelConfig(model_name_or_path="m", **QLORA), "FSDP2")
-    refuse_quantization(ModelConfig(model_name_or_path="m", use_peft=True), "FSDP2")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

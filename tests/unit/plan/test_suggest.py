@@ -6,9 +6,7 @@ import pytest
 
 from rl_vlm.config.load import load_config
 from rl_vlm.config.schema import RunConfig
-from rl_vlm.errors import RLVLMError
 from rl_vlm.plan import suggest
-from rl_vlm.plan.check import check_setup
 from rl_vlm.plan.hardware import GIB, Hardware
 from rl_vlm.plan.suggest import Models, Setup, more_gpus, setup, setups, smallest, with_changes
 from tests.helpers.planned_model import hardware, planned_model, run_config
@@ -208,29 +206,3 @@ def test_each_saving_is_tried_for_the_ready_files(path: Path):
 def test_changes_that_contradict_the_settings_are_no_set_up():
     run = run_config(algorithm={"beta": 0.1, "sync_ref_model": True})
     assert setup(run, LORA, hardware(80), models_of(run)) is None
-
-
-@pytest.mark.parametrize(
-    ("sections", "machines", "message"),
-    [
-        ({}, {"gpus": 7}, "`prompts_per_step` 8 cannot be shared equally among 7 processes"),
-        (
-            {"rollout": {"engine": "vllm"}, "vllm": {"vllm_tensor_parallel_size": 4}}, {"gpus": 2},
-            "vllm_tensor_parallel_size 4",
-        ),
-        ({"train": {"optim": "adamw_8bit"}}, {"gpus": 2, "sharding": "zero3"}, "adamw_8bit cannot be used with zero3"),
-        (
-            {"model": {"use_peft": True, "load_in_4bit": True}, "rollout": {"engine": "hf"}},
-            {"gpus": 2, "sharding": "fsdp2"}, "load_in_4bit cannot be used with fsdp2",
-        ),
-        (
-            {"model": {"use_peft": True, "init_lora_weights": "pissa"}}, {"gpus": 2, "sharding": "zero3"},
-            "init_lora_weights: pissa",
-        ),
-    ],
-)  # fmt: skip
-def test_set_ups_that_a_run_refuses(sections: dict, machines: dict, message: str):
-    with pytest.raises(RLVLMError, match=message):
-        refused = hardware(80, **machines)
-        check_setup(run_config(**sections), refused.sharding, refused.num_ranks)
-    check_setup(run_config(**sections), hardware(1).sharding, 8)
