@@ -14,32 +14,31 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 
+class Problem(NamedTuple):
+    """A kind of problem, and its remedy."""
+
+    kind: str
+    remedy: str
+
+
 class RLVLMError(Exception):
     """Base class. The command line prints the message without a traceback and exits with `exit_status`."""
 
     exit_status = 2
     on_all_ranks = False
     """Whether every rank raises this error at the same place, so that they can save a checkpoint together."""
+    problem: Problem | None = None
+    """Kind and remedy, if the error knows them. Checks show errors of one kind together."""
 
 
 class ConfigError(RLVLMError):
     """A setting that cannot be used: unknown key, bad value, or a combination without a solution."""
 
 
-class RowProblem(NamedTuple):
-    """A kind of problem of a row, and its remedy."""
-
-    kind: str
-    remedy: str
-
-
-OTHER_PROBLEM = RowProblem("row that cannot be used", "Change the row as the message says, or leave it out.")
-
-
 class DataError(RLVLMError):
     """A dataset, row or image that cannot be used; the message names the row and the file."""
 
-    def __init__(self, message: str, problem: RowProblem = OTHER_PROBLEM) -> None:
+    def __init__(self, message: str, problem: Problem | None = None) -> None:
         super().__init__(message)
         self.problem = problem
 

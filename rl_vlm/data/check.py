@@ -15,14 +15,15 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from rl_vlm.config.schema import DataConfig, DataSource
+from rl_vlm.config.schema import DataSource
 from rl_vlm.data.columns import refuse_unread_media
+from rl_vlm.data.problems import LONG_PROMPT, UNUSABLE
 from rl_vlm.data.prompts import LongPromptError, PromptBuilder, build_prompt
 from rl_vlm.data.sampler import Share
 from rl_vlm.data.samples import FindGold, ParsedRow, Rows, columns_to_check
 from rl_vlm.data.tables import Row
 from rl_vlm.data.video.source import ClipHeader
-from rl_vlm.errors import DataError, Finding, Severity
+from rl_vlm.errors import DataError, Finding, Problem, Severity
 
 if TYPE_CHECKING:
     from rl_vlm.distributed.ranks import Ranks
@@ -62,14 +63,26 @@ class RowNote(NamedTuple):
     """Headers of the videos."""
 
 
+class DroppedRow(NamedTuple):
+    """A row that a run leaves out, unless its finding is an error, which ends the run."""
+
+    finding: Finding
+    record: dict[str, Any]
+    """The line about it in `dropped_prompts.jsonl`."""
+
+    @property
+    def is_long(self) -> bool:
+        """Whether its prompt has more tokens than `data.max_prompt_length`."""
+        return self.finding.kind == LONG_PROMPT.kind
+
+
 @dataclass(frozen=True)
 class UsableRows:
     """The rows of a split that a run uses."""
 
     rows: Rows
     indices: list[int]
-    dropped: list[dict[str, Any]]
-    """One record per dropped row, with the reason."""
+    dropped: list[DroppedRow]
     text_bytes: dict[int, int]
     """Bytes of the prompt's text by row, if it may be long."""
     num_pixels: dict[int, int]
@@ -140,20 +153,39 @@ class UsableRows:
         ]
         return list(dict.fromkeys(by_size[0] + by_size[1]))
 
-    def without(self, dropped: Sequence[dict[str, Any]]) -> UsableRows:
+    def without(self, dropped: Sequence[DroppedRow]) -> UsableRows:
         """Leave out further rows. Raises DataError if none is left."""
-        ids = {record["sample_id"] for record in dropped}
-        indices = [i for i in self.indices if self.rows.sample_ids[i] not in ids]
-        left = replace(self, indices=indices, dropped=[*self.dropped, *dropped])
+        gone = {each.finding.row for each in dropped}
+        left = replace(self, indices=[i for i in self.indices if i not in gone], dropped=[*self.dropped, *dropped])
         if not left.indices:
             raise DataError(f"{self.rows.name}: none of its {len(self.rows)} rows can be used. {summary(left.dropped)}")
         return left
 
-    def record(self, row: int, reason: str) -> dict[str, Any]:
-        """Build the record of a dropped row."""
-        part = self.rows.part(row)
-        sample_id = self.rows.sample_ids[row]
-        return {"data": part.name, "sample_id": sample_id, "row": row - part.start, "reason": reason}
+
+def bad_row(rows: Rows, row: int, error: DataError) -> Finding:
+    """Build the finding about a row that cannot be used. It is an error unless `on_bad_row` drops the row."""
+    kind, remedy = error.problem or UNUSABLE
+    severity: Severity = "error" if rows.config.on_bad_row == "raise" else "warning"
+    return Finding(severity, kind, str(error), remedy, rows.name, row)
+
+
+def long_row(rows: Rows, row: int, num_tokens: int, limit: int) -> DroppedRow:
+    """Leave out a row whose prompt has more than `limit` tokens."""
+    kind, remedy = LONG_PROMPT
+    reason = f"its prompt has {num_tokens} tokens, more than data.max_prompt_length {limit}"
+    finding = Finding("warning", kind, f"{rows.place(row)}: {reason}", remedy, rows.name, row)
+    return DroppedRow(finding, record_of(rows, row, reason) | {"tokens": num_tokens, "limit": limit})
+
+
+def dropped_row(rows: Rows, row: int, finding: Finding) -> DroppedRow:
+    """Leave out a row because of a finding about it."""
+    return DroppedRow(finding, record_of(rows, row, finding.what))
+
+
+def record_of(rows: Rows, row: int, reason: str) -> dict[str, Any]:
+    """Build the record of a dropped row."""
+    part = rows.part(row)
+    return {"data": part.name, "sample_id": rows.sample_ids[row], "row": row - part.start, "reason": reason}
 
 
 def check_rows(rows: Rows, used: Collection[str], ranks: Ranks, find_gold: FindGold = no_gold) -> UsableRows:
@@ -172,7 +204,7 @@ def check_rows(rows: Rows, used: Collection[str], ranks: Ranks, find_gold: FindG
     if ranks.is_main:
         warn_of_continued(rows, sum(note.continues for note in notes))
     usable = UsableRows.of_notes(rows, range(num), notes)
-    return without_bad(usable, [usable.record(note.row, note.finding.what) for note in notes if note.finding])
+    return without_bad(usable, [dropped_row(rows, note.row, note.finding) for note in notes if note.finding])
 
 
 def find_problems(rows: Rows, share: range, find_gold: FindGold = no_gold) -> Iterator[RowNote]:
@@ -211,13 +243,6 @@ def inspect_row(rows: Rows, find_gold: FindGold, index: int, row: Row) -> tuple[
         return RowNote(index, bad_row(rows, index, error), 0, 0, False), None
 
 
-def bad_row(rows: Rows, row: int, error: DataError) -> Finding:
-    """Build the finding about a row that cannot be used. It is an error unless `on_bad_row` drops the row."""
-    kind, remedy = error.problem
-    severity: Severity = "error" if rows.config.on_bad_row == "raise" else "warning"
-    return Finding(severity, kind, str(error), remedy, rows.name, row)
-
-
 def warn_of_continued(rows: Rows, num_continued: int) -> None:
     """Log how many prompts end with an assistant message. It may be an answer that should not be there."""
     if num_continued:
@@ -237,62 +262,69 @@ def fitting_rows(usable: UsableRows, builder: PromptBuilder, limit: int | None) 
     exceed the model's context. Prompts are not truncated, because that would remove image tokens. Raises DataError if
     a prompt cannot be built or is too long for the model, and `on_bad_row` does not drop it.
     """
+    usable = with_frames(usable, builder)
+    return without_bad(usable, list(unfitting_rows(usable, builder, limit)))
+
+
+def with_frames(usable: UsableRows, builder: PromptBuilder) -> UsableRows:
+    """Choose the frames of videos for the builder's processor. Log it if the model gets them as images."""
     usable = replace(usable, rows=usable.rows.with_frames_of(builder.video_processor))
     if usable.headers and builder.video_format == "frames" and usable.rows.config.video_format == "auto":
         logger.info(
             "%s: the model gets the frames of videos as images (data.video_format: auto), since it or the engine has "
             "no tested input for videos", usable.rows.name,
         )  # fmt: skip
-    usable = without_bad(usable, frameless(usable))
-    longest = builder.max_tokens
-    to_build = usable.indices
-    if limit is None:
-        to_build = [i for i in usable.indices if longest is not None and usable.text_bytes.get(i, 0) > longest]
-    if len(to_build) > 1:
-        logger.info("counting the tokens of %d prompts of %s", len(to_build), usable.rows.name)
-    bad, long = [], []
-    for row in to_build:
-        try:
-            num_tokens = len(build_prompt(usable.rows, row, builder).token_ids)
-        except LongPromptError as error:
-            num_tokens = error.num_tokens
-            if limit is None or num_tokens <= limit:
-                bad.append(usable.record(row, str(error)))
-        except DataError as error:
-            bad.append(usable.record(row, str(error)))
-            continue
-        if limit is not None and num_tokens > limit:
-            reason = f"its prompt has {num_tokens} tokens, more than data.max_prompt_length {limit}"
-            long.append(usable.record(row, reason) | {"tokens": num_tokens, "limit": limit})
-    return without_bad(usable.without(long), bad)
+    return usable
 
 
-def frameless(usable: UsableRows) -> list[dict[str, Any]]:
-    """Return a record of each row with a video of which the checkpoint's video processor cannot choose frames."""
-    bad = []
+def unfitting_rows(usable: UsableRows, builder: PromptBuilder, limit: int | None) -> Iterator[DroppedRow]:
+    """Yield the rows that `fitting_rows` leaves out, first those of whose videos no frames can be chosen."""
+    rows, longest, with_frames = usable.rows, builder.max_tokens, []
     for row in usable.indices:
         try:
             usable.pixels_of(row)
+            with_frames.append(row)
         except DataError as error:
-            bad.append(usable.record(row, str(error)))
-    return bad
+            yield dropped_row(rows, row, bad_row(rows, row, error))
+    to_build = with_frames
+    if limit is None:
+        to_build = [i for i in with_frames if longest is not None and usable.text_bytes.get(i, 0) > longest]
+    if len(to_build) > 1:
+        logger.info("counting the tokens of %d prompts of %s", len(to_build), rows.name)
+    for row in to_build:
+        if (found := unfitting_row(rows, row, builder, limit)) is not None:
+            yield found
 
 
-def without_bad(usable: UsableRows, bad: Sequence[dict[str, Any]]) -> UsableRows:
-    """Leave out rows that cannot be used. Raises DataError if `on_bad_row` does not drop them."""
-    data: DataConfig = usable.rows.config
-    if bad and data.on_bad_row == "raise":
-        others = f" {len(bad) - 1} more of {len(usable.rows)} rows cannot be used." if len(bad) > 1 else ""
+def unfitting_row(rows: Rows, row: int, builder: PromptBuilder, limit: int | None) -> DroppedRow | None:
+    """Build the prompt of a row. Leave the row out if that fails, or if the prompt is too long."""
+    try:
+        num_tokens = len(build_prompt(rows, row, builder).token_ids)
+    except DataError as error:
+        if limit is None or not isinstance(error, LongPromptError) or error.num_tokens <= limit:
+            return dropped_row(rows, row, bad_row(rows, row, error))
+        num_tokens = error.num_tokens
+    return long_row(rows, row, num_tokens, limit) if limit is not None and num_tokens > limit else None
+
+
+def without_bad(usable: UsableRows, dropped: Sequence[DroppedRow]) -> UsableRows:
+    """Leave out rows. Raises DataError if the finding about one of them is an error."""
+    errors = [each.finding for each in dropped if each.finding.severity == "error"]
+    if errors:
+        first, others = errors[0], ""
+        if len(errors) > 1:
+            others = f" {len(errors) - 1} more of {len(usable.rows)} rows cannot be used."
         raise DataError(
-            f"{bad[0]['reason'].rstrip('.')}.{others} To leave such rows out and list them, set data.on_bad_row: drop."
+            f"{first.what.rstrip('.')}.{others} To leave such rows out and list them, set data.on_bad_row: drop.",
+            Problem(first.kind, first.remedy),
         )
-    return usable.without(bad)
+    return usable.without(dropped)
 
 
-def summary(dropped: Sequence[dict[str, Any]]) -> str:
+def summary(dropped: Sequence[DroppedRow]) -> str:
     """Describe the dropped rows: how many prompts are too long, how many rows are bad, and why the first one is."""
-    long = [record for record in dropped if "tokens" in record]
-    bad = [record for record in dropped if "tokens" not in record]
+    long = [each.record for each in dropped if each.is_long]
+    bad = [each.record for each in dropped if not each.is_long]
     parts = []
     if long:
         shortest = min(record["tokens"] for record in long)
@@ -305,8 +337,8 @@ def summary(dropped: Sequence[dict[str, Any]]) -> str:
     return " ".join(parts)
 
 
-def warn_of_dropped(dropped: Sequence[dict[str, Any]], file: Path) -> None:
+def warn_of_dropped(dropped: Sequence[DroppedRow], file: Path) -> None:
     """Log how many rows of each data source are dropped, and the file that lists them."""
-    for name in dict.fromkeys(record["data"] for record in dropped):
-        records = [record for record in dropped if record["data"] == name]
-        logger.warning("%s: %d rows are left out and listed in %s. %s", name, len(records), file, summary(records))
+    for name in dict.fromkeys(each.record["data"] for each in dropped):
+        some = [each for each in dropped if each.record["data"] == name]
+        logger.warning("%s: %d rows are left out and listed in %s. %s", name, len(some), file, summary(some))

@@ -16,6 +16,7 @@ from rl_vlm.data.frames import frames_as_images
 from rl_vlm.data.images import pixel_limits
 from rl_vlm.data.messages import blocks_of
 from rl_vlm.data.one_input import expanded, has_one_input
+from rl_vlm.data.problems import BEYOND_CONTEXT
 from rl_vlm.data.remote.chat import ChatProcessor
 from rl_vlm.data.remote.processors import own_processor
 from rl_vlm.data.samples import Rows
@@ -131,7 +132,7 @@ class LongPromptError(DataError):
     """The prompt has `num_tokens` tokens, too many for the model's context."""
 
     def __init__(self, message: str, num_tokens: int) -> None:
-        super().__init__(message)
+        super().__init__(message, BEYOND_CONTEXT)
         self.num_tokens = num_tokens
 
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rl_vlm.data.check import DroppedRow
 from rl_vlm.log.completions import write_rows
 from rl_vlm.log.directory import DROPPED, write_dropped
 from rl_vlm.log.files import disk_errors, write_file
@@ -73,9 +74,7 @@ class EvaluationDirectory:
             write_file(self.unfinished / f"row_{chunk.rows[0]['row']:09d}.json", text.encode())
         return Chunk(**json.loads(text))
 
-    def write(
-        self, summary: Mapping[str, Any], rows: Sequence[dict[str, Any]], dropped: Sequence[dict[str, Any]]
-    ) -> None:
+    def write(self, summary: Mapping[str, Any], rows: Sequence[dict[str, Any]], dropped: Sequence[DroppedRow]) -> None:
         """Write the completions, the summary, and the dropped rows, if there are any."""
         with disk_errors(self.path):
             write_rows(self.path / "completions.parquet", rows)

@@ -14,7 +14,7 @@ import torch
 
 from rl_vlm.algorithm.advantages import Advantages
 from rl_vlm.config.schema import RunConfig
-from rl_vlm.data.check import UsableRows, fitting_rows
+from rl_vlm.data.check import DroppedRow, UsableRows, fitting_rows
 from rl_vlm.data.prompts import PromptBuilder, build_prompt
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.distributed.signals import stop
@@ -45,8 +45,7 @@ class Evaluation:
 
     metrics: dict[str, float]
     rows: list[dict[str, Any]]
-    dropped: list[dict[str, Any]] = field(default_factory=list)
-    """One record per dropped data row."""
+    dropped: list[DroppedRow] = field(default_factory=list)
     num_without_variance: int = 0
     """Number of groups that would have no advantage other than 0 in training."""
 

@@ -25,7 +25,7 @@ import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -39,6 +39,9 @@ from rl_vlm.log.metrics import MetricsLog
 from rl_vlm.log.starts import STARTS
 from rl_vlm.model.files import read_json
 from rl_vlm.types import ScoredGroup
+
+if TYPE_CHECKING:
+    from rl_vlm.data.check import DroppedRow
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +100,7 @@ class RunDirectory:
         step: int | None,
         last_line: int,
         next_window: int,
-        dropped: Sequence[dict[str, Any]],
+        dropped: Sequence[DroppedRow],
     ) -> None:
         """Delete an earlier run, or the records after the checkpoint at `step` from which the run resumes.
 
@@ -149,6 +152,6 @@ def checkpoint_of_run(run: Path) -> Path:
     return found[-1]
 
 
-def write_dropped(path: Path, dropped: Sequence[dict[str, Any]]) -> None:
+def write_dropped(path: Path, dropped: Sequence[DroppedRow]) -> None:
     """Write a line for each row that was left out."""
-    path.write_text("".join(json.dumps(record) + "\n" for record in dropped), encoding="utf-8")
+    path.write_text("".join(json.dumps(each.record) + "\n" for each in dropped), encoding="utf-8")

@@ -6,16 +6,14 @@ from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple, ParamSpec, TypeVar
 
-from rl_vlm.errors import Finding, RLVLMError, Severity, Stopped
+from rl_vlm.errors import Finding, Problem, RLVLMError, Severity, Stopped
 
 STATUS: dict[Severity, int] = {"info": 0, "warning": 1, "error": 2}
 """Exit status of the command, by the worst severity. In every command, 2 stands for an error of the user."""
 
-Problem = tuple[str, str]
-"""Kind and remedy of an error that a check raises."""
-SETTING = ("settings", "Change the setting that the message names.")
-DATA = ("data", "Change the data or the setting that the message names.")
-MODEL = ("model", "Change the model, or the setting that the message names.")
+SETTING = Problem("settings", "Change the setting that the message names.")
+DATA = Problem("data", "Change the data or the setting that the message names.")
+MODEL = Problem("model", "Change the model, or the setting that the message names.")
 
 
 class Note(NamedTuple):
@@ -32,21 +30,36 @@ Checking = Generator[Finding | Note, None, T]
 
 
 def attempt(check: Checking[T], problem: Problem = SETTING) -> Checking[T | None]:
-    """Run a check. If it raises an RLVLMError, yield a finding and return None. Raise `Stopped` again."""
+    """Run a check. If it raises an RLVLMError, yield a finding and return None. Raise `Stopped` again.
+
+    An error without a kind gets the kind and the remedy of `problem`.
+    """
     try:
         return (yield from check)
     except Stopped:
         raise
     except RLVLMError as error:
-        kind, remedy = problem
-        yield Finding("error", kind, str(error), remedy)
+        yield finding_of(error, problem)
         return None
+
+
+def finding_of(error: RLVLMError, problem: Problem = SETTING) -> Finding:
+    """Return the finding for an error. Its kind is `problem` if the error names none."""
+    kind, remedy = error.problem or problem
+    return Finding("error", kind, str(error), remedy)
 
 
 def calling(function: Callable[P, T], *arguments: P.args, **keywords: P.kwargs) -> Checking[T]:
     """Make a check of a function that raises its problem."""
     return function(*arguments, **keywords)
     yield
+
+
+def attempt_call(
+    problem: Problem, function: Callable[P, T], *arguments: P.args, **keywords: P.kwargs
+) -> Checking[T | None]:
+    """Call a function that raises its problem, as `attempt` runs a check."""
+    return attempt(calling(function, *arguments, **keywords), problem)
 
 
 @dataclass(frozen=True)

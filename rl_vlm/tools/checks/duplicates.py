@@ -13,6 +13,7 @@ import random
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
 from itertools import chain
@@ -21,7 +22,7 @@ from typing import Any
 from PIL.Image import Image
 
 from rl_vlm.config.data_names import num_draws
-from rl_vlm.data.check import NUM_THREADS
+from rl_vlm.data.check import NUM_THREADS, bad_row
 from rl_vlm.data.images import image_content, open_image, read_image
 from rl_vlm.data.samples import Rows
 from rl_vlm.data.video.read import video_digest
@@ -70,8 +71,7 @@ def find_duplicates(
     findings = []
     for fact, content in contents(candidates(splits), decode):
         if isinstance(content, DataError):
-            kind, remedy = content.problem
-            findings.append(Finding("error", kind, str(content), remedy, fact.rows.name, fact.row))
+            findings.append(replace(bad_row(fact.rows, fact.row, content), severity="error"))
         else:
             by_content[fact.text, *content].append(fact)
     for facts in by_content.values():

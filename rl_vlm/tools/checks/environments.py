@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rl_vlm.reward.suite import RewardSuite
-from rl_vlm.tools.checks.diagnosis import DATA, Checking, Note, attempt, calling
+from rl_vlm.tools.checks.diagnosis import DATA, SETTING, Checking, Note, attempt, attempt_call, calling
 from rl_vlm.tools.checks.settings import batches, rewards
 from rl_vlm.tools.checks.table import Subject
 
@@ -32,12 +32,12 @@ def toolbox(subject: Subject) -> Checking[Toolbox | None]:
 
 def all_rewards(subject: Subject, box: Toolbox) -> Checking[None]:
     """Check reward functions and environments together: their names, that a run has a reward, and their number."""
-    suite = yield from attempt(calling(RewardSuite, subject.config.rewards, box.rewarding))
+    suite = yield from attempt_call(SETTING, RewardSuite, subject.config.rewards, box.rewarding)
     if suite is None:
         return
     with suite:
         if subject.kind == "train":
-            yield from attempt(calling(suite.check_weights))
+            yield from attempt_call(SETTING, suite.check_weights)
         if suite.reads_environments:
             yield from attempt(enough_environments(subject))
 
@@ -61,4 +61,4 @@ def enough_environments(subject: Subject) -> Checking[None]:
 def named_environments(subject: Subject, rows: Rows) -> Checking[None]:
     """Check that rows name their environments."""
     if found := subject.value(toolbox):
-        yield from attempt(calling(found.check_rows, rows), DATA)
+        yield from attempt_call(DATA, found.check_rows, rows)

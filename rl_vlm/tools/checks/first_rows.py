@@ -15,16 +15,18 @@ from rl_vlm.config.schema import DataConfig
 from rl_vlm.data.columns import refuse_unread_media
 from rl_vlm.data.samples import FindGold, Rows, load_rows
 from rl_vlm.data.sources import NotOpened
-from rl_vlm.errors import Finding
+from rl_vlm.errors import Finding, Problem
 from rl_vlm.reward.function import Reward
 from rl_vlm.reward.golds import answer_columns, gold_given
-from rl_vlm.tools.checks.diagnosis import DATA, SETTING, Checking, Note, attempt, calling
+from rl_vlm.tools.checks.diagnosis import DATA, SETTING, Checking, Note, attempt, attempt_call
 from rl_vlm.tools.checks.environments import named_environments
 from rl_vlm.tools.checks.settings import batches, rewards
 from rl_vlm.tools.checks.table import Subject
 
 NUM_READ = 64
 """Number of rows of Parquet and Arrow files that are read."""
+REWARD_COLUMNS = Problem("columns of rewards", DATA.remedy)
+IMAGE_COLUMNS = Problem("columns of images", DATA.remedy)
 
 
 def first_rows(subject: Subject) -> Checking[dict[Which, Rows]]:
@@ -61,11 +63,10 @@ def read_first(data: DataConfig, split: Which, functions: Sequence[Reward]) -> C
 def columns(rows: Rows, functions: Sequence[Reward]) -> Checking[None]:
     """Check that the columns that reward functions need are there, and that every column with images is read."""
     for reward in functions:
-        yield from attempt(calling(reward.check_columns, {*rows.columns}), ("columns of rewards", DATA[1]))
+        yield from attempt_call(REWARD_COLUMNS, reward.check_columns, {*rows.columns})
     if not rows.num_unread:
         named = {column for reward in functions for column in reward.columns}
-        check = calling(refuse_unread_media, rows.source, rows.config, rows.name, named)
-        yield from attempt(check, ("columns of images", DATA[1]))
+        yield from attempt_call(IMAGE_COLUMNS, refuse_unread_media, rows.source, rows.config, rows.name, named)
 
 
 def gold_finder(rows: Rows, functions: Sequence[Reward]) -> FindGold:

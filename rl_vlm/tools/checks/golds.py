@@ -9,7 +9,7 @@ from typing import Any
 
 from rewards.forms import bare_answer, gold_forms
 from rl_vlm.data.samples import ParsedRow, Rows
-from rl_vlm.errors import Finding, listed, shorten
+from rl_vlm.errors import DataError, Finding, Problem, listed, shorten
 from rl_vlm.reward.function import Reward
 from rl_vlm.reward.golds import (
     PROBED,
@@ -76,7 +76,7 @@ def check_golds(split: Split, functions: Sequence[Reward], video_processor: Any 
     for reward in functions:
         if gold_columns(rows.columns, [reward]):
             check = scores_of_function(rows, used, reward, columns)
-            scored.append((yield from attempt(check, ("gold answers", UNREAD))))
+            scored.append((yield from attempt(check, Problem("gold answers", UNREAD))))
     known = [scores for scores in scored if scores is not None]
     if known and len(known) == len(scored):
         yield from missing_golds(rows, used, columns, known)
@@ -91,7 +91,11 @@ def scores_of_function(
     if reason := why_not_scored(reward, rows.columns):
         yield Note(f"gold answers of {rows.name} under {reward.name}: {reason}", is_checked=False)
         return None
-    scores = scores_of_rows(rows, used, reward, columns_to_write(reward, rows.columns))
+    try:
+        scores = scores_of_rows(rows, used, reward, columns_to_write(reward, rows.columns))
+    except DataError:
+        yield Note(f"gold answers of {rows.name} under {reward.name}: a row cannot be read", is_checked=False)
+        raise
     subtracts = gives_less_than_zero(reward, example_of(rows, used[0], reward))
     yield Note(f"gold answers of {rows.name} under {reward.name}")
     yield from score_findings(rows, used, columns, reward.name, scores, subtracts)

@@ -12,19 +12,20 @@ from urllib.parse import urlsplit
 
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.distributed.installation import VERSION, faults, installed_versions
-from rl_vlm.errors import Finding
+from rl_vlm.errors import Finding, Problem
 from rl_vlm.model.families import FAMILIES
 from rl_vlm.plan.hardware import GIB
 from rl_vlm.plan.sharding import state_bytes
 from rl_vlm.plan.weights import Weights
 from rl_vlm.rollout.vllm.process import LOOPBACK, free_port
-from rl_vlm.tools.checks.diagnosis import Checking, Note, attempt, calling
+from rl_vlm.tools.checks.diagnosis import Checking, Note, attempt_call
 from rl_vlm.tools.checks.table import Subject
 
 SHOWN = ("torch", "transformers", "accelerate", "peft", "vllm", "deepspeed")
 SHARED_MEMORY = Path("/dev/shm")
 LEAST_SHARED = GIB
 """With less shared memory, workers and vLLM often fail. Docker gives a container 64 MiB by default."""
+NO_PORT = Problem("no free port", "Stop what holds the ports of this machine.")
 
 
 def machine(subject: Subject) -> Checking[None]:
@@ -36,10 +37,14 @@ def machine(subject: Subject) -> Checking[None]:
     yield from unreachable_servers(config)
     yield from small_shared_memory(config)
     if config.rollout.facts.uses_servers and not config.vllm.vllm_server_base_url:
-        free = calling(lambda: {free_port(LOOPBACK) for _ in range(config.vllm.vllm_num_servers + 1)})
-        ports = yield from attempt(free, ("no free port", "Stop what holds the ports of this machine."))
+        ports = yield from attempt_call(NO_PORT, free_ports, config.vllm.vllm_num_servers + 1)
         if ports:
             yield Note(f"ports for servers and for weights: {len(ports)} can be opened on {LOOPBACK}")
+
+
+def free_ports(count: int) -> set[int]:
+    """Return up to `count` different ports that can be opened. Raises an error if there is none."""
+    return {free_port(LOOPBACK) for _ in range(count)}
 
 
 def old_transformers(model_type: str, installed: str) -> Iterator[Finding]:

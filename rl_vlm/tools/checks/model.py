@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
@@ -17,10 +16,11 @@ import torch
 from rl_vlm.config.function_names import names_function
 from rl_vlm.config.precision import with_precision
 from rl_vlm.config.schema import RunConfig
-from rl_vlm.data.check import UsableRows, fitting_rows
+from rl_vlm.data.check import UsableRows, unfitting_rows, with_frames
+from rl_vlm.data.problems import LONG_PROMPT
 from rl_vlm.data.prompts import PromptBuilder, build_prompt, load_processor
 from rl_vlm.distributed.ranks import Ranks
-from rl_vlm.errors import OTHER_PROBLEM, DataError, Finding, Severity
+from rl_vlm.errors import DataError, Finding, Severity
 from rl_vlm.model.files import cached_snapshot, read_json
 from rl_vlm.model.flex_kernels import with_fitting_attention
 from rl_vlm.model.in_memory import free_host_memory
@@ -45,7 +45,6 @@ from rl_vlm.tools.checks.table import Cost, Subject
 from rl_vlm.tools.checks.videos import video_notes
 from rl_vlm.types import Progress
 
-LONG = "Shorten the prompt or raise data.max_prompt_length: the run leaves the row out."
 BUDGET = "Raise memory.micro_batch_tokens, or set a lower data.max_pixels, data.video_max_pixels or data.max_frames."
 
 
@@ -143,21 +142,15 @@ def fitting(split: Split, builder: PromptBuilder, limit: int | None) -> Checking
 
     Build the same prompts as the run does before its first step: with `max_prompt_length`, all of them.
     """
-    rows = split.rows
-    listed = replace(split.usable, rows=replace(rows, config=rows.config.model_copy(update={"on_bad_row": "drop"})))
+    usable = with_frames(split.usable, builder)
+    dropped = list(unfitting_rows(usable, builder, limit))
+    yield from (each.finding for each in dropped)
     try:
-        kept = fitting_rows(listed, builder, limit)
+        kept = usable.without(dropped)
     except DataError as error:  # no row is left
-        yield Finding("error", "no prompt fits", str(error), LONG)
+        yield Finding("error", "no prompt fits", str(error), LONG_PROMPT.remedy)
         return split.usable
-    for record in kept.dropped:
-        is_long = "tokens" in record
-        kind = "prompt with too many tokens" if is_long else "prompt that cannot be built"
-        place = f"{record['data']}, row {record['row']}"
-        what = record["reason"] if record["reason"].startswith(place) else f"{place}: {record['reason']}"
-        severity: Severity = "warning" if is_long else "error"
-        yield Finding(severity, kind, what, LONG if is_long else OTHER_PROBLEM.remedy, record["data"], record["row"])
-    yield Note(f"prompts of {rows.name} against {limit_text(limit, builder.max_tokens)}")
+    yield Note(f"prompts of {usable.rows.name} against {limit_text(limit, builder.max_tokens)}")
     return kept
 
 

@@ -15,7 +15,7 @@ from rl_vlm.config.schema import RunConfig
 from rl_vlm.errors import ConfigError, Finding, require_bitsandbytes
 from rl_vlm.reward.function import Reward
 from rl_vlm.reward.suite import check_names
-from rl_vlm.tools.checks.diagnosis import Checking, Note, attempt, calling
+from rl_vlm.tools.checks.diagnosis import SETTING, Checking, Note, attempt_call, calling
 from rl_vlm.tools.checks.table import Subject
 
 TEMPERATURES = (0.3, 1.5)
@@ -64,10 +64,10 @@ def rewards(subject: Subject) -> Checking[list[Reward]]:
     """Load every reward function. Return the functions that load."""
     specs, loaded = subject.config.rewards.specs, []
     for spec in specs:
-        reward = yield from attempt(calling(Reward, spec, subject.config.rollout.environment is not None))
+        reward = yield from attempt_call(SETTING, Reward, spec, subject.config.rollout.environment is not None)
         loaded += [reward] if reward is not None else []
     names = [reward.name for reward in loaded]
-    yield from attempt(calling(check_names, names))
+    yield from attempt_call(SETTING, check_names, names)
     if subject.config.rollout.has_tools:
         yield from first_turns(loaded)
     if names:
@@ -104,9 +104,9 @@ def packages(subject: Subject) -> Checking[None]:
     if subject.is_served:
         return
     if subject.kind == "train" and config.train.optim == "adamw_8bit":
-        yield from attempt(calling(require_bitsandbytes, "train.optim: adamw_8bit"))
+        yield from attempt_call(SETTING, require_bitsandbytes, "train.optim: adamw_8bit")
     if config.model.load_in_4bit:
-        yield from attempt(calling(require_bitsandbytes, "model.load_in_4bit"))
+        yield from attempt_call(SETTING, require_bitsandbytes, "model.load_in_4bit")
     if urls and engine.uses_servers:
         yield from subject.left_out(f"servers at {', '.join(urls)}")
     elif engine.package is not None and importlib.util.find_spec(engine.package) is None:

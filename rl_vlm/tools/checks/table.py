@@ -15,8 +15,9 @@ from tempfile import TemporaryDirectory
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from rl_vlm.config.schema import RunConfig
+from rl_vlm.errors import Problem
 from rl_vlm.evaluation.options import NO_OPTIONS, EvaluationOptions
-from rl_vlm.tools.checks.diagnosis import DATA, MODEL, SETTING, Checking, Diagnosis, Note, Problem, attempt, collect
+from rl_vlm.tools.checks.diagnosis import DATA, MODEL, SETTING, Checking, Diagnosis, Note, attempt, collect
 
 T = TypeVar("T")
 Kind = Literal["train", "eval", "serve"]

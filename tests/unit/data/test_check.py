@@ -13,8 +13,17 @@ import pytest
 from PIL import Image, ImageFile
 
 from rl_vlm.config.schema import DataConfig, ModelConfig, RewardsConfig
-from rl_vlm.data.check import UsableRows, check_rows, find_problems, fitting_rows, warn_of_dropped
+from rl_vlm.data.check import (
+    UsableRows,
+    check_rows,
+    find_problems,
+    fitting_rows,
+    long_row,
+    unfitting_rows,
+    warn_of_dropped,
+)
 from rl_vlm.data.fingerprint import data_fingerprint
+from rl_vlm.data.problems import MISSING_IMAGE
 from rl_vlm.data.prompts import PromptBuilder, load_processor
 from rl_vlm.data.samples import Rows, load_rows
 from rl_vlm.data.tables import ListRows
@@ -51,7 +60,7 @@ def check(rows: Rows) -> UsableRows:
 
 
 def reasons(usable: UsableRows) -> dict[int, str]:
-    return {record["row"]: record["reason"] for record in usable.dropped}
+    return {each.record["row"]: each.record["reason"] for each in usable.dropped}
 
 
 def make_unreadable() -> dict[str, str]:
@@ -88,7 +97,7 @@ def test_rows_that_cannot_be_used_are_listed_with_their_reasons():
     two, gone = {"prompt": "<image> or <image>?"}, {"image": "gone.png"}
     usable = check(load({0: {"prompt": " "}, 2: {"prompt": "<audio> a"}, 3: two, 5: gone}, on_bad_row="drop"))
     assert usable.indices == [1, 4]
-    assert [(record["data"], record["sample_id"], record["row"]) for record in usable.dropped] == [
+    assert [tuple(each.record[key] for key in ("data", "sample_id", "row")) for each in usable.dropped] == [
         ("rows.jsonl", "r0", 0), ("rows.jsonl", "r2", 2), ("rows.jsonl", "r3", 3), ("rows.jsonl", "r5", 5),
     ]  # fmt: skip
     expected = {
@@ -270,7 +279,7 @@ def test_long_prompts_are_listed_and_none_is_cut(processor):
     limit = lengths(rows, builder)[0]
     usable = fitting_rows(check(rows), builder, limit)
     assert usable.indices == [0, 2, 3, 4, 5]
-    assert usable.dropped == [
+    assert [each.record for each in usable.dropped] == [
         {
             "data": "rows.jsonl", "sample_id": "r1", "row": 1, "tokens": limit + 63, "limit": limit,
             "reason": f"its prompt has {limit + 63} tokens, more than data.max_prompt_length {limit}",
@@ -316,6 +325,31 @@ def test_images_that_cannot_be_decoded_are_left_out_if_all_prompts_are_built(pro
     assert "row 2, column image, 2.png: the image cannot be read" in reasons(usable)[2]
 
 
+@pytest.mark.parametrize(("on_bad_row", "severity"), [("raise", "error"), ("drop", "warning")])
+def test_the_kind_of_a_prompt_that_does_not_fit_is_that_of_its_error(processor, on_bad_row: str, severity: str):
+    """An image that ends after its header, a text beyond the model's context, and one beyond the limit."""
+    Image.effect_noise((64, 64), 50).convert("RGB").save("2.png")
+    os.truncate("2.png", 500)
+    rows = load({3: {"prompt": "word " * 3000}, 4: {"prompt": "word " * 300}}, on_bad_row=on_bad_row)
+    builder = PromptBuilder(processor, DataConfig(), max_tokens=2000)
+    found = [each.finding for each in unfitting_rows(check(rows), builder, None)]
+    found += [each.finding for each in unfitting_rows(check(rows), builder, 100)]
+    assert [(finding.severity, finding.kind, finding.row) for finding in found] == [
+        (severity, "prompt beyond the model's context", 3),
+        (severity, "unreadable image", 2),
+        ("warning", "prompt with too many tokens", 3),
+        ("warning", "prompt with too many tokens", 4),
+    ]
+    assert found[1].remedy == "Write the file again, or leave the row out."
+    assert all(finding.what.startswith(f"rows.jsonl, row {finding.row}") for finding in found)
+
+
+def test_an_error_about_rows_keeps_its_kind(processor):
+    with pytest.raises(DataError) as error:
+        check(load({2: {"image": "gone.png"}}))
+    assert error.value.problem == MISSING_IMAGE
+
+
 def test_what_is_left_out_is_logged(caplog):
     usable = check(load({2: {"image": "gone.png"}}, on_bad_row="drop"))
     warn_of_dropped(usable.dropped, Path("run/dropped_prompts.jsonl"))
@@ -337,5 +371,4 @@ def test_the_largest_number_of_videos_is_that_of_rows_that_are_used():
     usable = check(rows)
     assert {row: len(headers) for row, headers in usable.headers.items()} == {1: 1, 3: 2, 4: 3}
     assert usable.most_videos == 3
-    dropped = [usable.record(4, "for a test")]
-    assert usable.without(dropped).most_videos == 2
+    assert usable.without([long_row(rows, 4, num_tokens=9, limit=8)]).most_videos == 2

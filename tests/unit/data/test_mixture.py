@@ -11,7 +11,7 @@ from PIL import Image
 
 from launch import cli
 from rl_vlm.config.schema import DataConfig, RewardsConfig
-from rl_vlm.data.check import check_rows
+from rl_vlm.data.check import check_rows, long_row
 from rl_vlm.data.fingerprint import data_fingerprint
 from rl_vlm.data.sampler import Draw, PromptSampler, Share
 from rl_vlm.data.samples import Rows, load_rows
@@ -119,7 +119,7 @@ def test_rows_that_are_left_out_are_named_by_their_source():
     rows = load("a/rows.jsonl", {"name": "c.jsonl", "image_root": "b"}, on_bad_row="drop")
     usable = check_rows(rows, [], Ranks())
     assert usable.indices == [0, 1, 2, 3, 4]
-    assert [(record["data"], record["row"], record["sample_id"]) for record in usable.dropped] == [
+    assert [tuple(each.record[key] for key in ("data", "row", "sample_id")) for each in usable.dropped] == [
         ("c.jsonl", 1, "c.jsonl:1"),
     ]  # fmt: skip
 
@@ -256,7 +256,7 @@ def test_shares_count_the_rows_that_are_used():
     assert usable.shares() == [(4, 1), (1, 2)]
     assert check_rows(load(), [], Ranks()).shares() == []
     with pytest.raises(DataError, match=r"c\.jsonl: none of its rows can be used, and it has weight 2"):
-        usable.without([usable.record(4, "too long")]).shares()
+        usable.without([long_row(usable.rows, 4, num_tokens=9, limit=8)]).shares()
 
 
 def test_an_example_may_be_from_a_later_source(monkeypatch):

@@ -75,9 +75,10 @@ def test_forty_bad_videos_of_three_hundred(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     places, messages = write_rows(300, 40)
     usable = usable_rows()
-    print(table(places, usable.dropped))
-    assert {record["row"] for record in usable.dropped} == places.keys()
-    for record in usable.dropped:
+    dropped = [each.record for each in usable.dropped]
+    print(table(places, dropped))
+    assert {record["row"] for record in dropped} == places.keys()
+    for record in dropped:
         assert re.search(messages[places[record["row"]]], record["reason"])
         assert record["reason"].startswith(f"train.jsonl, row {record['row']}, column video")
     assert len(usable) == 260

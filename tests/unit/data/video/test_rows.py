@@ -215,7 +215,7 @@ def test_bad_videos_are_found_before_the_run():
     rows = load(*({"prompt": "?", "video": video} for video in videos), on_bad_row="drop")
     usable = check_rows(rows, [], Ranks())
     assert usable.indices == [0, 5]
-    reasons = {record["row"]: record["reason"] for record in usable.dropped}
+    reasons = {each.record["row"]: each.record["reason"] for each in usable.dropped}
     expected = {
         1: "or its end is missing", 2: "none.mp4: the video cannot be read: [Errno 2]",
         3: "column video, a.png: the video cannot be read: it is an image", 4: "nframes beside the video",
@@ -312,7 +312,7 @@ def test_a_video_of_which_a_processor_cannot_choose_frames_is_a_bad_row(tmp_path
     rows = load(*given, on_bad_row="drop")
     usable = fitting_rows(check_rows(rows, [], Ranks()), PromptBuilder(processor, rows.config), None)
     assert usable.largest(2) == [0]
-    assert [record["reason"] for record in usable.dropped] == [reason]
+    assert [each.record["reason"] for each in usable.dropped] == [reason]
     rows = load(*given)
     with pytest.raises(DataError, match=reason):
         fitting_rows(check_rows(rows, [], Ranks()), PromptBuilder(processor, rows.config), None)

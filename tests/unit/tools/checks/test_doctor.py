@@ -186,7 +186,8 @@ def test_a_damaged_image_ends_the_checks_of_one_function(tmp_path: Path):
     path = tmp_path / "0.png"
     path.write_bytes(path.read_bytes()[:40])
     found = gold_findings(split, f"{__name__}:with_images", "exact_match")
-    assert [(finding.severity, finding.kind) for finding in found.findings] == [("error", "gold answers")]
+    assert [(finding.severity, finding.kind) for finding in found.findings] == [("error", "unreadable image")]
+    assert found.not_checked == [f"gold answers of {split.rows.name} under with_images: a row cannot be read"]
     assert found.checked == [f"gold answers of {split.rows.name} under exact_match"]
 
 

@@ -6,9 +6,12 @@ from pkgutil import resolve_name
 
 import pytest
 
-from rl_vlm.errors import ConfigError, Finding, Stopped
+from rl_vlm.config.schema import DataConfig
+from rl_vlm.data.problems import UNFILLED_TEMPLATE
+from rl_vlm.errors import ConfigError, DataError, Finding, Problem, Stopped
 from rl_vlm.tools.checks import table
-from rl_vlm.tools.checks.diagnosis import Checking, Note, attempt, calling, collect
+from rl_vlm.tools.checks.diagnosis import DATA, Checking, Note, attempt, attempt_call, calling, collect
+from rl_vlm.tools.checks.rows import read_split
 from rl_vlm.tools.checks.table import CHECKS, Check, Cost, Kind, Subject
 from tests.helpers.tiny_run import make_config
 
@@ -69,13 +72,31 @@ def test_every_check_of_the_table_is_a_function_of_a_subject():
 
 def test_an_error_is_a_finding_and_values_are_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     names = ("giving", "refusing", "taking")
-    monkeypatch.setattr(table, "CHECKS", [Check(name, problem=("kind", "Mend it.")) for name in names])
+    monkeypatch.setattr(table, "CHECKS", [Check(name, problem=Problem("kind", "Mend it.")) for name in names])
     monkeypatch.setattr(table, "resolve_name", lambda name: globals()[name.rpartition(".")[2]])
     found = collect(Subject(make_config("m", tmp_path)).run_checks())
     assert found.findings == [Finding("info", "k", "w"), Finding("error", "kind", "no", "Mend it.")]
     assert (found.checked, found.not_checked) == (["a part", "7 and None"], ["the rest"])
     deeper = collect(Subject(make_config("m", tmp_path), cost=Cost.ROWS).run_checks())
     assert deeper.not_checked == []  # checks of a higher cost say so themselves
+
+
+@pytest.mark.parametrize("template", ["{nothing}", "{question}"])
+def test_the_kind_of_a_finding_is_that_of_its_error(template: str, tmp_path: Path):
+    """The first is found in the columns, and the second in the row."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"question": null, "solution": "7"}')
+    config = DataConfig(dataset_name=str(path), prompt_template=template, text_only=True)
+    (finding,) = collect(attempt(read_split(config, "train", []), DATA)).findings
+    assert (finding.kind, finding.remedy) == UNFILLED_TEMPLATE
+
+
+def test_an_error_without_a_kind_gets_the_kind_of_its_check():
+    def refuse(what: str) -> None:
+        raise DataError(what)
+
+    (finding,) = collect(attempt_call(DATA, refuse, "no rows")).findings
+    assert finding == Finding("error", "data", "no rows", DATA.remedy)
 
 
 def test_a_stop_is_no_finding():
