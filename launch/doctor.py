@@ -5,16 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from typing import TYPE_CHECKING
 
 from launch.help import path
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.errors import ConfigError
 from rl_vlm.log.files import check_output, output
 from rl_vlm.log.terminal import hide_bars_of_libraries, is_first_process
-
-if TYPE_CHECKING:
-    from rl_vlm.tools.checks.diagnosis import Checking
 
 
 def add_doctor_flags(parser: argparse.ArgumentParser) -> None:
@@ -34,24 +30,21 @@ def add_doctor_flags(parser: argparse.ArgumentParser) -> None:
 
 def doctor_command(config: RunConfig, options: argparse.Namespace) -> int:
     """Find what is wrong with a run before its first step."""
+    if options.ranks and options.pixels:
+        raise ConfigError("--pixels compares images of rows, which --ranks does not read: leave one of them out")
     has_launcher = int(os.environ.get("WORLD_SIZE", "1")) > 1
     if has_launcher != options.ranks:
         raise ConfigError(
             "rl-vlm doctor --ranks compares the processes of a launcher: start it as `accelerate launch … -m "
             "launch.preflight CONFIG`. Without --ranks, start it without a launcher"
         )
-    from rl_vlm.tools.checks.diagnosis import collect
     from rl_vlm.tools.checks.report import report_data, report_text
+    from rl_vlm.tools.checks.table import examine
 
     if options.json is not None:
         check_output(options.json, "--json")
     hide_bars_of_libraries()
-    if options.ranks:
-        diagnosis = collect(examine_ranks(config, with_model=not options.no_model))
-    else:
-        from rl_vlm.tools.checks.table import examine
-
-        diagnosis = examine(config, with_model=not options.no_model, decode=options.pixels)
+    diagnosis = examine(config, not options.no_model, options.pixels, kind="ranks" if options.ranks else "train")
     if is_first_process():
         print(report_text(diagnosis), end="")
         if options.json is not None:
@@ -59,22 +52,3 @@ def doctor_command(config: RunConfig, options: argparse.Namespace) -> int:
             with output(options.json, "--json") as file:
                 file.write_text(f"{text}\n", encoding="utf-8")
     return diagnosis.status
-
-
-def examine_ranks(config: RunConfig, with_model: bool) -> Checking[None]:
-    """Compare all ranks with rank 0. If no difference is an error, and `with_model`, take two steps on all of them."""
-    from rl_vlm.errors import Finding
-    from rl_vlm.tools.checks.diagnosis import Note
-    from rl_vlm.tools.checks.ranks import Exchange, compare_ranks
-
-    exchange, differ = Exchange(), False
-    for found in compare_ranks(config, exchange):
-        yield found
-        differ = differ or (isinstance(found, Finding) and found.severity == "error")
-    if differ or not with_model:
-        reason = "the ranks differ" if differ else "--no-model is set"
-        yield Note(f"two steps of the run on all ranks: {reason}", is_checked=False)
-        return
-    from rl_vlm.tools.checks.rank_steps import two_steps_on_ranks  # loads all modules of a run
-
-    yield from two_steps_on_ranks(config, exchange)

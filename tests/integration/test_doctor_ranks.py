@@ -15,7 +15,15 @@ from rl_vlm.config.describe import to_yaml
 from rl_vlm.rollout.vllm.process import LOOPBACK, free_port
 from rl_vlm.tools.checks import ranks
 from rl_vlm.tools.checks.diagnosis import Note
-from rl_vlm.tools.checks.rank_steps import has_model, settings_on_ranks, two_steps_on_ranks, why_not_taken
+from rl_vlm.tools.checks.rank_steps import (
+    has_model,
+    settings_on_ranks,
+    steps_on_ranks,
+    two_steps_on_ranks,
+    why_not_taken,
+)
+from rl_vlm.tools.checks.sharding import sharding
+from rl_vlm.tools.checks.table import Cost, Subject
 from tests.helpers.builders import noise_image
 from tests.helpers.tiny_run import HELD_OUT_ROWS, make_config
 from tests.helpers.two_processes import CPU, REPOSITORY
@@ -130,6 +138,29 @@ def test_steps_need_the_model_on_every_machine(tiny_checkpoint, tmp_path):
     assert exchange.messages["model/0"] is True
     assert why_not_taken(config, LoneExchange({"model/1": True, "model/2": True})) is None
     assert not has_model("owner/not_there", "main")
+
+
+@pytest.mark.parametrize(
+    ("differ", "accepted", "cost", "reason"),
+    [
+        (True, True, Cost.MODEL, "the ranks differ"),
+        (False, False, Cost.MODEL, "the settings have errors"),
+        (False, True, Cost.ROWS, "--no-model is set"),
+    ],
+)
+def test_steps_need_ranks_and_settings_without_errors(differ, accepted, cost, reason, tmp_path):
+    subject = Subject(make_config("model", tmp_path), "ranks", cost)
+    subject.values |= {ranks.compared: ranks.Compared(LoneExchange({}), differ), sharding: accepted}
+    assert list(steps_on_ranks(subject)) == [Note(f"two steps of the run on all ranks: {reason}", False)]
+
+
+def test_another_launch_of_a_rank_is_a_difference(tmp_path, monkeypatch):
+    config = make_config("model", tmp_path)
+    own = ranks.facts_of(config)["settings"]
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    other = ranks.facts_of(config)["settings"]
+    assert list(ranks.unequal(json.loads(json.dumps(other)), own)) == [("launcher's kind", "fsdp2 instead of ddp")]
 
 
 def test_steps_on_ranks_have_rows_for_each_and_no_evaluation(tmp_path):

@@ -14,8 +14,27 @@ from rl_vlm.errors import Finding, ModelError
 from rl_vlm.model.files import cached_snapshot
 from rl_vlm.tools.checks.diagnosis import Checking, Note
 from rl_vlm.tools.checks.machine import existing
-from rl_vlm.tools.checks.ranks import Exchange, end_together
+from rl_vlm.tools.checks.ranks import Exchange, compared, end_together
+from rl_vlm.tools.checks.sharding import sharding
 from rl_vlm.tools.checks.smoke import NUM_PROMPTS, REMEDY, error_of_training, proof_lines, short_settings
+from rl_vlm.tools.checks.table import Cost, Subject
+
+
+def steps_on_ranks(subject: Subject) -> Checking[None]:
+    """Take two steps on all ranks, if no difference between them is an error and the run would start."""
+    found = subject.value(compared)
+    if found is None:
+        return
+    if found.differ:
+        reason = "the ranks differ"
+    elif not subject.value(sharding):
+        reason = "the settings have errors"
+    elif subject.cost < Cost.MODEL:
+        reason = "--no-model is set"
+    else:
+        yield from two_steps_on_ranks(subject.config, found.exchange)
+        return
+    yield Note(f"two steps of the run on all ranks: {reason}", is_checked=False)
 
 
 def two_steps_on_ranks(config: RunConfig, exchange: Exchange) -> Checking[None]:

@@ -14,17 +14,19 @@ from datetime import timedelta
 from hashlib import blake2b
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rl_vlm.config.changes import flat_settings
 from rl_vlm.config.named_files import local_file
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.distributed.installation import installed_versions
+from rl_vlm.distributed.launch_variables import read_launch
 from rl_vlm.distributed.launcher import check_variables
 from rl_vlm.distributed.meeting_point import connect
 from rl_vlm.errors import ConfigError, Finding, Severity, shorten
 from rl_vlm.tools.checks.diagnosis import Checking, Note
 from rl_vlm.tools.checks.machine import existing, unreachable_servers
+from rl_vlm.tools.checks.table import Subject
 
 LIMIT = timedelta(seconds=60)
 """Time limit for the report of a rank. Launchers on other machines may start later."""
@@ -38,7 +40,7 @@ CONNECT_SECONDS = 5.0
 Facts = dict[str, dict[str, Any]]
 """Values that must be equal on all ranks, by kind and name."""
 KINDS: dict[str, tuple[Severity, str]] = {
-    "settings": ("error", "Start every machine with the same config file and the same overrides."),
+    "settings": ("error", "Start every machine with the same config file, overrides and options of the launcher."),
     "packages": ("error", "Install the same versions on every machine."),
     "files": ("error", "Copy the files of one machine to the others, or put them on a file system that all share."),
     "device": ("warning", "Use the same kind of GPU on every machine, or plan for the smallest."),
@@ -72,6 +74,23 @@ class Exchange:
             return json.loads(self.store.get(key))
         except RuntimeError as error:  # torch's store raises several subclasses of it
             raise TimeoutError(f"no message {key} within {LIMIT.seconds} s") from error
+
+
+class Compared(NamedTuple):
+    """The messages between ranks after they were compared."""
+
+    exchange: Exchange
+    differ: bool
+    """Whether a difference is an error."""
+
+
+def compared(subject: Subject) -> Checking[Compared]:
+    """Compare all ranks with rank 0, before anything is loaded."""
+    exchange, differ = Exchange(), False
+    for found in compare_ranks(subject.config, exchange):
+        yield found
+        differ = differ or (isinstance(found, Finding) and found.severity == "error")
+    return Compared(exchange, differ)
 
 
 def compare_ranks(config: RunConfig, exchange: Exchange) -> Checking[None]:
@@ -155,7 +174,9 @@ def facts_of(config: RunConfig) -> Facts:
     device = (
         {"GPU": f"{torch.cuda.get_device_name()}, {torch.cuda.device_count()} of them"} if cuda else {"GPU": "none"}
     )
-    return {"settings": flat_settings(config), "packages": packages, "files": named_files(config), "device": device}
+    launch = {f"launcher's {name}": str(value) for name, value in vars(read_launch()).items()}
+    settings = flat_settings(config) | launch
+    return {"settings": settings, "packages": packages, "files": named_files(config), "device": device}
 
 
 def own_source() -> str:

@@ -3,6 +3,7 @@
 --dry-run          SECONDS    settings, functions, files and the first rows; imports no torch
 doctor --no-model  ROWS       also the machine, every row, gold answers and prompts
 doctor             MODEL      also the loaded model, and two steps of the run
+doctor --ranks     the same   the kind "ranks": the sharding, and what all ranks check together
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from rl_vlm.evaluation.options import NO_OPTIONS, EvaluationOptions
 from rl_vlm.tools.checks.diagnosis import DATA, MODEL, SETTING, Checking, Diagnosis, Note, attempt, collect
 
 T = TypeVar("T")
-Kind = Literal["train", "eval", "serve"]
+Kind = Literal["train", "eval", "serve", "ranks"]
+"""Kinds of runs. "ranks" are the processes of a launch, which run their checks together."""
 
 
 class Cost(IntEnum):
@@ -90,6 +92,8 @@ class Check(NamedTuple):
 CHECKS = (
     Check("settings:needed_settings", kinds=("train", "eval")),
     Check("settings:batches"),
+    Check("ranks:compared", Cost.ROWS, kinds=("ranks",)),
+    Check("sharding:sharding", kinds=("train", "eval", "ranks")),
     Check("settings:sampling_temperature"),
     Check("settings:rewards", kinds=("train", "eval")),
     Check("environments:toolbox", kinds=("train", "eval")),
@@ -108,14 +112,15 @@ CHECKS = (
     Check("model:size", Cost.ROWS, problem=MODEL),
     Check("model:loaded_model", Cost.MODEL, problem=MODEL),
     Check("smoke:two_steps", Cost.MODEL, problem=MODEL),
+    Check("rank_steps:steps_on_ranks", Cost.ROWS, kinds=("ranks",), problem=MODEL),
 )
 
 
-def examine(config: RunConfig, with_model: bool = True, decode: bool = False) -> Diagnosis:
+def examine(config: RunConfig, with_model: bool = True, decode: bool = False, kind: Kind = "train") -> Diagnosis:
     """Run the checks of the doctor. With `with_model`, load the model and take two steps.
 
-    With `decode`, compare images by their pixels. Write nothing to `output_dir`.
+    With `decode`, compare images by their pixels. Write nothing to `output_dir`, except two steps of all ranks.
     """
     cost = Cost.MODEL if with_model else Cost.ROWS
     with TemporaryDirectory(prefix="rl-vlm-doctor-") as folder:
-        return collect(Subject(config, cost=cost, decode=decode, folder=folder).run_checks())
+        return collect(Subject(config, kind, cost, decode=decode, folder=folder).run_checks())

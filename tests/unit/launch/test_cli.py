@@ -113,6 +113,7 @@ def test_ranges_that_are_none(text, config, capsys):
         (["plan", "CONFIG", "--gpu-memory", "80GB", "--config_file", "a\0b"], "is no path here: embedded null byte"),
         (["plan", "CONFIG", "--gpu-memory", "80GB", "--config_file", ""], "argument --config_file: it is empty"),
         (["doctor", "CONFIG", "--json", "nowhere/x"], "--json nowhere/x cannot be written: there is no directory"),
+        (["doctor", "CONFIG", "--ranks", "--pixels"], "--pixels compares images of rows, which --ranks does not read"),
         (["report", "x" * 5000], "is no path here: [Errno 36] File name too long"),
         (["report", "RUN", "--output", ""], "argument --output: it is empty"),
         (["export", "x" * 5000], "is no path here: [Errno 36] File name too long"),

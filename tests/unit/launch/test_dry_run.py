@@ -1,6 +1,7 @@
 """A dry run finds what can be found without the model, all at once, and imports neither torch nor transformers."""
 
 import json
+import os
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -348,11 +349,72 @@ def test_servers_need_only_their_model(capsys):
     assert problem(capsys, "model_name_or_path=./nowhere", command="serve").startswith("model.model_name_or_path")
 
 
-def test_a_dry_run_imports_no_torch():
+@pytest.mark.parametrize("variables", [{}, {"ACCELERATE_USE_DEEPSPEED": "true"}], ids=["alone", "DeepSpeed"])
+def test_a_dry_run_imports_no_torch(variables: dict[str, str]):
     program = (
         "import sys; from launch.cli import main\n"
         "assert main(['train', 'run.yaml', '--dry-run']) == 0\n"
         "print(sorted({'torch', 'transformers', 'datasets', 'accelerate', 'peft', 'vllm'} & sys.modules.keys()))"
     )
-    run = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    command = [sys.executable, "-c", program]
+    run = subprocess.run(command, check=True, capture_output=True, text=True, env=os.environ | variables)
     assert run.stdout.splitlines()[-1] == "[]"
+
+
+FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+ZERO = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}
+LORA = ["use_peft=true", "prompts_per_step=2"]
+
+
+@pytest.mark.parametrize(
+    ("variables", "sharding", "settings"),
+    [
+        (FSDP2, "fsdp2", [*LORA, "load_in_4bit=true"]),
+        (ZERO, "zero3", [*LORA, "init_lora_weights=pissa"]),
+        (ZERO, "zero3", [*LORA, "load_in_4bit=true", "optim=adafactor"]),
+        ({}, "ddp", ["prompts_per_step=3"]),
+        ({}, "ddp", ["prompts_per_step=2", "engine=vllm", "vllm_tensor_parallel_size=3"]),
+    ],
+)
+def test_what_the_plan_refuses_is_refused_under_the_launch_variables(
+    capsys, monkeypatch, variables: dict[str, str], sharding: str, settings: list[str]
+):
+    hardware = ["--sharding", sharding, "--gpus", "2", "--gpu-memory", "80GB"]
+    assert cli.main(["plan", "run.yaml", *settings, *hardware]) == 2
+    refused = capsys.readouterr().err.partition(" failed:\n")[2].splitlines()
+    assert all(sharding in line for line in refused) or not variables
+    for name, value in (variables | {"WORLD_SIZE": "2"}).items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(["train", "run.yaml", "--dry-run", *settings]) == 2
+    found = capsys.readouterr().err.partition(" failed:\n")[2].splitlines()
+    assert refused and [line for line in found if "not installed" not in line] == refused
+
+
+def test_the_sharding_of_a_launch_is_checked(capsys, monkeypatch):
+    for name, value in (ZERO | {"WORLD_SIZE": "2"}).items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(["train", "run.yaml", "--dry-run", "prompts_per_step=2"]) == 0
+    assert "sharding zero3 on 2 processes." in comments(capsys.readouterr().out, "# Checked: ")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("FSDP_VERSION", "1", "fsdp_config.fsdp_version is 1"),
+        (
+            "ACCELERATE_MIXED_PRECISION",
+            "bf16",
+            "the launcher asks for mixed_precision bf16, but model",
+        ),
+    ],
+)
+def test_a_launch_that_contradicts_the_run(capsys, monkeypatch, name: str, value: str, message: str):
+    for variable, given in (FSDP2 | {name: value}).items():
+        monkeypatch.setenv(variable, given)
+    assert problem(capsys, "dtype=float32").startswith(message)
+
+
+def test_an_evaluation_is_not_sharded(capsys, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    assert "an evaluation does not shard the model" in problem(capsys, command="eval")

@@ -43,7 +43,8 @@ def names_run(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-SECONDS = ["needed_settings", "batches", "sampling_temperature", "rewards", "toolbox", "token_loss"]
+SECONDS = ["needed_settings", "batches", "sharding", "sampling_temperature", "rewards", "toolbox", "token_loss"]
+OF_EVALUATION = ["needed_settings", "sharding", "rewards", "toolbox"]
 AROUND = ["output_directory", "packages", "model_files"]
 ROWS = ["machine", "every_row", "duplicates", "prompts", "golds", "resets", "size"]
 
@@ -54,7 +55,8 @@ ROWS = ["machine", "every_row", "duplicates", "prompts", "golds", "resets", "siz
         ("train", Cost.SECONDS, [*SECONDS, "first_rows", *AROUND]),
         ("train", Cost.ROWS, [*SECONDS, *AROUND, *ROWS]),
         ("train", Cost.MODEL, [*SECONDS, *AROUND, *ROWS, "loaded_model", "two_steps"]),
-        ("eval", Cost.SECONDS, ["needed_settings", "rewards", "toolbox", "first_rows", "evaluation_options", *AROUND]),
+        ("ranks", Cost.ROWS, ["compared", "sharding", "steps_on_ranks"]),
+        ("eval", Cost.SECONDS, [*OF_EVALUATION, "first_rows", "evaluation_options", *AROUND]),
         ("serve", Cost.SECONDS, ["packages", "model_files"]),
     ],
 )
