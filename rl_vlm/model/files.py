@@ -111,12 +111,10 @@ def moving_code(model: ModelConfig) -> str | None:
 
 def code_elsewhere(name: str, revision: str) -> set[str]:
     """Return other repositories whose code the `auto_map` of a checkpoint names (`owner/repository--file.Class`)."""
-    directory: Path | None = Path(name)
-    if not Path(name).is_dir():
-        try:
-            directory = cached_snapshot(name, revision)
-        except ModelError:  # loading says why
-            return set()
+    try:
+        directory = local_directory(name, revision)
+    except ModelError:  # loading says why
+        return set()
     if directory is None or not (directory / "config.json").is_file():
         return set()
     named = json.dumps(read_json(directory / "config.json").get("auto_map"))
@@ -127,6 +125,14 @@ def warn_of_moving_code(model: ModelConfig) -> None:
     """Log a warning if a run trusts code of the hub that can change."""
     if warning := moving_code(model):
         logger.warning("%s", warning)
+
+
+def local_directory(name: str, revision: str) -> Path | None:
+    """Return the directory of a checkpoint, given by its path or its hub name, or None if it is not on this machine.
+
+    Raises ModelError if the name is neither a directory nor a hub name.
+    """
+    return Path(name) if Path(name).is_dir() else cached_snapshot(name, revision)
 
 
 def cached_snapshot(name: str, revision: str) -> Path | None:

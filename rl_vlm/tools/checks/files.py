@@ -14,11 +14,11 @@ from rl_vlm.errors import CheckpointError, ConfigError, Finding, ModelError
 from rl_vlm.functions import load_function
 from rl_vlm.log.files import refuse_earlier_run
 from rl_vlm.model.files import (
-    cached_snapshot,
     check_checkpoint,
     check_weights,
     context_of,
     has_row,
+    local_directory,
     moving_code,
     refuse_long_completions,
     refuse_unread_revision,
@@ -92,14 +92,14 @@ def model_source(subject: Subject, name: str) -> Checking[str]:
 
 def checkpoint_files(subject: Subject, name: str) -> Checking[str]:
     """Check a directory, or a hub name if its config is in the local cache. Check an adapter's base, too."""
-    directory = Path(name) if Path(name).exists() else cached_snapshot(name, subject.config.model.model_revision)
+    if Path(name).is_file():
+        raise ModelError(f"model.model_name_or_path {name} is a file; name the directory of a checkpoint")
+    directory = local_directory(name, subject.config.model.model_revision)
     if directory is None:
         if packaged := packaged_config(name):
             check_context(subject, packaged)
         yield from subject.left_out(f"model {name}, which is neither a directory here nor in the cache of the hub")
         return name
-    if not directory.is_dir():
-        raise ModelError(f"model.model_name_or_path {name} is a file; name the directory of a checkpoint")
     base = check_checkpoint(directory)
     if directory == Path(name):
         check_weights(directory)

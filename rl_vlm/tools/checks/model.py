@@ -21,7 +21,7 @@ from rl_vlm.data.problems import LONG_PROMPT
 from rl_vlm.data.prompts import PromptBuilder, build_prompt, load_processor
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.errors import DataError, Finding, Severity
-from rl_vlm.model.files import cached_snapshot, read_json
+from rl_vlm.model.files import local_directory, read_json
 from rl_vlm.model.flex_kernels import with_fitting_attention
 from rl_vlm.model.in_memory import free_host_memory
 from rl_vlm.model.loading import base_of, initial_checkpoint, load_policy
@@ -130,8 +130,7 @@ def loaded_model(subject: Subject) -> Checking[None]:
 
 def check_family(checkpoint: str, revision: str) -> Iterator[Finding]:
     """Yield a finding if the installed transformers is too old for the model's family."""
-    base = base_of(checkpoint)
-    directory = Path(base) if Path(base).is_dir() else cached_snapshot(base, revision)
+    directory = local_directory(base_of(checkpoint), revision)
     if directory is not None:
         model_type = str(read_json(directory / "config.json").get("model_type"))
         yield from old_transformers(model_type, version("transformers"))

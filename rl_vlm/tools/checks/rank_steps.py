@@ -11,7 +11,7 @@ from tempfile import mkdtemp
 from rl_vlm.config.function_names import names_function
 from rl_vlm.config.schema import DataConfig, RolloutConfig, RunConfig
 from rl_vlm.errors import Finding, ModelError
-from rl_vlm.model.files import cached_snapshot
+from rl_vlm.model.files import local_directory
 from rl_vlm.tools.checks.diagnosis import Checking, Note
 from rl_vlm.tools.checks.machine import existing
 from rl_vlm.tools.checks.ranks import Exchange, compared, end_together
@@ -65,10 +65,8 @@ def why_not_taken(config: RunConfig, exchange: Exchange) -> str | None:
 
 def has_model(name: str, revision: str) -> bool:
     """Return whether a model is on this machine, or a function writes it."""
-    if names_function(name) or Path(name).is_dir():
-        return True
     try:
-        return cached_snapshot(name, revision) is not None
+        return names_function(name) or local_directory(name, revision) is not None
     except ModelError:
         return False
 
