@@ -12,17 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from launch.help import filled
-from rl_vlm.config.function_names import names_function
-from rl_vlm.config.load import config_with, load_config, parse_overrides
 from rl_vlm.config.schema import DataConfig, RewardsConfig, RewardSpec, RunConfig
 from rl_vlm.errors import ConfigError, RewardError
 
 PAGE = Path(__file__).parents[1] / "docs" / "built_in_rewards.md"
 """Path of the page in a checkout. An installed package has no such page."""
-ENTRY_SETTINGS = [name for name in RewardSpec.model_fields if name != "function"]
-"""Settings of a function that `check` takes without a run."""
-NO_PROMPT = "no prompt"
-"""The prompt of rows without one, for functions that read none."""
 
 
 def rewards_parser() -> argparse.ArgumentParser:
@@ -137,6 +131,7 @@ def check_functions(options: argparse.Namespace) -> int:
     data, rewards, run = what_to_check(options)
     from rl_vlm.tools.checks.rewards.findings import examine_functions
     from rl_vlm.tools.checks.rewards.report import describe, reward_data
+    from rl_vlm.tools.checks.rewards.subject import builder_of_videos
 
     builder = builder_of_videos(run) if run else None
     functions, sampled, found = examine_functions(data, rewards, options.n, run, builder, options.completions)
@@ -152,19 +147,6 @@ def check_functions(options: argparse.Namespace) -> int:
     return int(bool(found.texts("error")))
 
 
-def builder_of_videos(run: RunConfig) -> Any:
-    """Return the run's builder of prompts, or None if its data has no videos or its model is not on this machine."""
-    from rl_vlm.model.files import cached_snapshot
-    from rl_vlm.plan.build import has_videos
-    from rl_vlm.rollout.build import prompt_builder
-
-    name = run.model.model_name_or_path
-    if not has_videos(run.data) or names_function(name):
-        return None
-    directory = Path(name) if Path(name).is_dir() else cached_snapshot(name, run.model.model_revision)
-    return directory and prompt_builder(run, str(directory))
-
-
 def what_to_check(options: argparse.Namespace) -> tuple[DataConfig, RewardsConfig, RunConfig | None]:
     """Return the data, the functions and the run of a YAML file, or else `--data`, one function and None.
 
@@ -172,63 +154,12 @@ def what_to_check(options: argparse.Namespace) -> tuple[DataConfig, RewardsConfi
     """
     if options.n < 1 or options.completions < 0:
         raise ConfigError("-n must be at least 1, and --completions at least 0")
-    if Path(options.target).suffix in (".yaml", ".yml"):
-        run = load_config(
-            options.target, options.overrides, {"data.dataset_name": options.data} if options.data else {}
-        )
-        data, rewards = run.data, run.rewards
-    elif options.completions:
+    is_run = Path(options.target).suffix in (".yaml", ".yml")
+    if options.completions and not is_run:
         raise ConfigError("--completions applies to a run: give its YAML file instead of a function")
-    else:
-        run = None
-        data, rewards = one_function(options)
-    if data.dataset_name is None:
+    from rl_vlm.tools.checks.rewards.subject import of_function, of_run
+
+    found = (of_run if is_run else of_function)(options.target, options.overrides, options.data)
+    if found[0].dataset_name is None:
         raise ConfigError("--data is needed: give the rows whose gold answers are scored")
-    return data, rewards, run
-
-
-def one_function(options: argparse.Namespace) -> tuple[DataConfig, RewardsConfig]:
-    """Return the data and the function of a call without a run. Its overrides set both.
-
-    Raises ConfigError if an override sets anything else.
-    """
-    of_entry = [text for text in options.overrides if text.partition("=")[0] in ENTRY_SETTINGS]
-    entry, problems = parse_overrides(of_entry)
-    if problems:
-        raise ConfigError("\n".join(problems))
-    base: dict[str, Any] = {
-        "model.model_name_or_path": "none",
-        "data.dataset_name": options.data,
-        "rewards.reward_funcs": [{"function": options.target} | entry],
-    }
-    config = config_with(base, "command line", [text for text in options.overrides if text not in of_entry])
-    allowed = {"model": {"model_name_or_path"}, "data": config.data.model_fields_set, "rewards": {"reward_funcs"}}
-    others = [
-        f"{section}.{name}"
-        for section, settings in config
-        for name in sorted(settings.model_fields_set - allowed.get(section, set()))
-    ]
-    if others:
-        raise ConfigError(
-            f"{', '.join(others)} has no effect on a check of one function: give the run's YAML file, or settings of "
-            f"`data` and of the function's entry: {', '.join(ENTRY_SETTINGS)}"
-        )
-    return with_prompts(config.data, config.rewards), config.rewards
-
-
-def with_prompts(data: DataConfig, rewards: RewardsConfig) -> DataConfig:
-    """Return the data, with a made-up prompt in every row if rows have none and the function reads none."""
-    import rl_vlm.reward  # noqa: F401  checks that the next import finds our `rewards`
-    from rewards.calling import parameters
-    from rl_vlm.data.columns import prompt_columns
-    from rl_vlm.data.samples import load_rows
-    from rl_vlm.reward.suite import RewardSuite
-
-    if data.dataset_name is None or data.prompt_template is not None:
-        return data
-    filled = data.model_copy(update={"prompt_template": NO_PROMPT})
-    columns = set(load_rows(filled, "train", max_rows=1).source.columns)
-    if any(needed <= columns for needed in prompt_columns(None)):
-        return data
-    with RewardSuite(rewards) as suite:
-        return data if "prompts" in parameters(suite.functions[0].function) else filled
+    return found
