@@ -12,13 +12,13 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from traceback import TracebackException
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 RewardFunction = Callable[..., Any]
 FaultKind = Literal[
     "none", "type", "length", "nan", "inf", "magnitude", "name",
     "exception", "timeout", "crash", "load", "request", "reply", "budget", "not_applicable",
-    "connection", "memory", "reset", "get_reward", "step", "observation", "ids",
+    "connection", "memory", "reset", "get_reward", "step", "action", "observation", "ids", "server",
 ]  # fmt: skip
 
 LARGEST_REWARD = 1e6
@@ -28,10 +28,19 @@ ESCAPE_SEQUENCE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07
 
 @dataclass(frozen=True)
 class Fault:
-    """The reason why a call, or one of its scores, cannot be used."""
+    """The reason why a call, or one of its scores, cannot be used. For environments, why a completion has failed."""
 
     kind: FaultKind
     message: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.message}"
+
+    @classmethod
+    def read(cls, text: str) -> Fault:
+        """Read the text of a fault."""
+        kind, _, message = text.partition(": ")
+        return cls(cast(FaultKind, kind), message)
 
 
 Score = float | Fault | None

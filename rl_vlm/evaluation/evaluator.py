@@ -29,7 +29,7 @@ from rl_vlm.log.progress_bar import ProgressBar
 from rl_vlm.reward.suite import NOT_APPLICABLE, RewardSuite
 from rl_vlm.rollout.endpoint import MessageBuilder
 from rl_vlm.rollout.engine import RolloutEngine
-from rl_vlm.rollout.environments.driver import TURN_LOST, Trajectories, generated
+from rl_vlm.rollout.environments.driver import Trajectories, generated
 from rl_vlm.rollout.proving import EngineCheck
 from rl_vlm.rollout.sampling import sampling_params
 from rl_vlm.rollout.scoring import failing, score_groups, weighted_rewards, without_variance
@@ -177,8 +177,8 @@ class Evaluator:
 def check_sampled(groups: Sequence[Group]) -> None:
     """Raise RolloutError if the last server was lost, so that the samples can be evaluated again."""
     for completion in (each for group in groups for each in group.completions):
-        if completion.fault and completion.fault.startswith(f"{TURN_LOST}: "):
-            raise RolloutError(completion.fault.removeprefix(f"{TURN_LOST}: "))
+        if completion.fault and completion.fault.kind == "server":
+            raise RolloutError(completion.fault.message)
 
 
 def check_rewarded(metrics: Mapping[str, float]) -> None:

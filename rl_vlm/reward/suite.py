@@ -9,9 +9,9 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import chdir
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-from rewards.contract import Answer, Fault, FaultKind, Score, failed, on_one_line, read_score
+from rewards.contract import Answer, Fault, Score, failed, on_one_line, read_score
 from rewards.forms import Form
 from rl_vlm.config.schema import RewardsConfig
 from rl_vlm.config.secrets import without_secrets
@@ -178,7 +178,7 @@ class RewardSuite:
         for (p, i), score in zip(rows, scores, strict=True):
             if isinstance(score, Fault):
                 places.setdefault(score, {}).setdefault(groups[p].prompt.sample.sample_id, []).append(i)
-                table.faults.setdefault((p, i), []).append(shown(f"{name}/{score.kind}: {score.message}"))
+                table.faults.setdefault((p, i), []).append(shown(f"{name}/{score}"))
         for fault, masked in places.items():
             key = f"{name}/{fault.kind}"
             table.fault_counts[key] = table.fault_counts.get(key, 0) + sum(map(len, masked.values()))
@@ -205,9 +205,8 @@ def rewards_of(environment: str, groups: Sequence[Group]) -> Answer:
 
 def faults_of_environments(groups: Sequence[Group]) -> list[Fault | None]:
     """Return the fault of each completion's environment, or None."""
-    texts = [completion.fault for group in groups for completion in group.completions]
-    parts = [None if text is None else text.partition(": ") for text in texts]
-    return [part and Fault(cast(FaultKind, part[0]), on_one_line(part[2])) for part in parts]
+    faults = [completion.fault for group in groups for completion in group.completions]
+    return [fault and Fault(fault.kind, on_one_line(fault.message)) for fault in faults]
 
 
 def check_names(names: Sequence[str], environments: Sequence[str] = ()) -> None:

@@ -15,6 +15,7 @@ from dataclasses import asdict, replace
 from itertools import zip_longest
 from typing import Any, Protocol, runtime_checkable
 
+from rewards.contract import Fault
 from rl_vlm.data.images import decode_image, png_bytes
 from rl_vlm.data.prompts import SampleRenderer
 from rl_vlm.data.sampler import Draw
@@ -158,12 +159,13 @@ def completion_state(completion: Completion, starts: list[Prompt], observations:
         "edited": [places[observation] for observation in completion.edited],
         "start": None if completion.start is None else starts.index(completion.start),
         "turns": [asdict(turn) for turn in completion.turns],
+        "fault": completion.fault and str(completion.fault),
     }
 
 
 def completion_from_state(state: State, starts: list[Prompt], observations: list[Observation]) -> Completion:
     """Restore `completion_state`. Checkpoints from before trajectories lack their fields."""
-    pending, start = state.get("pending"), state.get("start")
+    pending, start, fault = state.get("pending"), state.get("start"), state.get("fault")
     contexts = [
         Context(tuple(part if isinstance(part, int) else observations[part[0]] for part in parts))
         for parts in state.get("contexts", ())
@@ -174,6 +176,7 @@ def completion_from_state(state: State, starts: list[Prompt], observations: list
         "edited": tuple(observations[place] for place in state.get("edited", ())),
         "start": None if start is None else starts[start],
         "turns": tuple(map(turn_from_state, state.get("turns", ()))),
+        "fault": fault and Fault.read(fault),
     }
     return Completion(**state | restored)
 

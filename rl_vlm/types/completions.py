@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -15,6 +15,9 @@ from torch import Tensor
 from rl_vlm.types.media import is_clip
 from rl_vlm.types.prompts import Prompt, digest_of
 from rl_vlm.types.tensors import to_device
+
+if TYPE_CHECKING:
+    from rewards.contract import Fault
 
 FinishReason = Literal["stop", "length", "turns", "fault", "paused"]
 """Reason why a completion ends: a stop token, a length limit, the limit of turns, or an environment that failed. A
@@ -226,8 +229,8 @@ class Completion:
     """The turns of a trajectory. Empty without tools."""
     start: Prompt | None = None
     """Its own prompt, if its environment started differently from the others of its group. None: the group's prompt."""
-    fault: str | None = None
-    """Kind and message of a failure of its environment, if `finish_reason` is "fault"."""
+    fault: Fault | None = None
+    """The failure of its environment, if `finish_reason` is "fault"."""
     environment_reward: float | None = None
     """The value that the environment's `get_reward` returned."""
     environment_name: str | None = None

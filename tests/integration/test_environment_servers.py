@@ -229,7 +229,8 @@ def test_a_real_server_samples_as_in_waves_and_is_killed_and_restarted(checkpoin
         assert found["fault"] >= 1 and found["stop"] >= 1
         for one, other in zip(killed, expected, strict=True):
             if one.finish_reason == "fault":
-                assert one.fault.startswith(f"server: The vLLM server {served.process.url} ")
+                assert one.fault.kind == "server"
+                assert one.fault.message.startswith(f"The vLLM server {served.process.url} ")
             else:
                 assert sampled([one]) == sampled([other])
         Deadly._kills = None

@@ -30,8 +30,6 @@ ENDED = replace(NO_TOKENS, finish_reason="stop")
 """Stands for a completion that does not take part in a wave."""
 UNLIKE_STARTS = "environment/unlike_starts"
 """Counts groups whose completions started unlike each other."""
-TURN_LOST = "server"
-"""Kind of the fault of a turn that no server can sample."""
 
 logger = logging.getLogger(__name__)
 
@@ -104,8 +102,7 @@ class Trajectories:
             self.instances.release(instance)
             self.take_counters()  # they are about rollouts
             if fault := member.completion.fault:
-                reason = fault.partition(": ")[2]
-                logger.warning("%s is planned without what its environment shows: %s", prompt.name, reason)
+                logger.warning("%s is planned without what its environment shows: %s", prompt.name, fault.message)
             yield member.prompt
 
     def members(self, request: RolloutRequest, num: int) -> list[Member]:
@@ -191,7 +188,7 @@ class Trajectories:
         try:
             member.take(turn.group())
         except TurnLost as error:
-            member.fail(TURN_LOST, str(error))
+            member.fail("server", str(error))
 
     def free(self, member: Member) -> None:
         """Free the instance of a completion, or keep it until `release`."""

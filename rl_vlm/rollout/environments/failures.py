@@ -1,6 +1,8 @@
 """Failures of calls. Their kind decides how a completion continues or ends."""
 
-OF_THE_INSTANCE = frozenset({"timeout", "connection", "crash", "memory"})
+from rewards.contract import FaultKind
+
+OF_THE_INSTANCE: frozenset[FaultKind] = frozenset({"timeout", "connection", "crash", "memory"})
 """Kinds of failures that are not about the method that was called."""
 
 
@@ -10,14 +12,14 @@ class ToolFailure(Exception):
     `kind` names the fault: `timeout`, `connection`, `crash`, `memory`, `step`, `action` or `exception`.
     """
 
-    def __init__(self, kind: str, message: str, text: str = "") -> None:
+    def __init__(self, kind: FaultKind, message: str, text: str = "") -> None:
         """`text` is the exception's own text. Both texts are made `writable`."""
-        self.kind = kind
+        self.kind: FaultKind = kind
         self.message = writable(message)
         self.text = writable(text)
         super().__init__(self.message)
 
-    def fault_in(self, method: str) -> str:
+    def fault_in(self, method: FaultKind) -> FaultKind:
         """Return the kind of the fault if the call was of a method that the model does not call."""
         return self.kind if self.kind in OF_THE_INSTANCE else method
 

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 from rewards.calling import describe
+from rewards.contract import FaultKind
 from rl_vlm.distributed.signals import WAIT_SECONDS, stop
 from rl_vlm.errors import text_of
 from rl_vlm.rollout.environments.failures import ToolFailure, UnknownAction
@@ -163,8 +164,13 @@ def failure_of(error: BaseException) -> ToolFailure:
     """Describe an error of a user's code. Raises nothing, even if the error's `__str__` does."""
     if isinstance(error, ToolFailure):
         return error
-    kinds = {ConnectionError: "connection", TimeoutError: "timeout", UnknownAction: "action"}
-    kind = next((kind for of, kind in kinds.items() if isinstance(error, of)), "exception")
+    kinds: dict[type[BaseException], FaultKind] = {
+        ConnectionError: "connection",
+        TimeoutError: "timeout",
+        UnknownAction: "action",
+        BaseException: "exception",
+    }
+    kind: FaultKind = next(kind for of, kind in kinds.items() if isinstance(error, of))
     try:
         text = str(error)
     except BaseException:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from rewards.contract import Fault, FaultKind
 from rl_vlm.data.turns import ParsedTurn, TurnFormat
 from rl_vlm.rollout.environments.contract import EnvironmentKind, Schema
 from rl_vlm.rollout.environments.failures import writable
@@ -66,16 +67,16 @@ class Member:
             fault=new.fault,
         )  # fmt: skip
 
-    def end(self, reason: FinishReason, turn: Turn | None = None, fault: str | None = None) -> None:
+    def end(self, reason: FinishReason, turn: Turn | None = None, fault: Fault | None = None) -> None:
         """End the completion, with its last turn."""
         turns = self.completion.turns if turn is None else (*self.completion.turns, turn)
         self.completion = replace(
             self.completion, finish_reason=reason, turns=turns, fault=fault, pending=None, edited=()
         )
 
-    def fail(self, kind: str, message: str, turn: Turn | None = None) -> None:
+    def fail(self, kind: FaultKind, message: str, turn: Turn | None = None) -> None:
         """End the completion as a fault."""
-        self.end("fault", turn, writable(f"{kind}: {message}"))
+        self.end("fault", turn, Fault(kind, writable(message)))
 
 
 class Running(NamedTuple):

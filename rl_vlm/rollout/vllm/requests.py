@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 from jaxtyping import UInt8
 
+from rewards.contract import Fault
 from rl_vlm.errors import DataError, RolloutError
 from rl_vlm.model.families import TokenRules
 from rl_vlm.types import NO_TOKENS, Completion, Group, Prompt, RolloutRequest, Sample, Sampling
@@ -203,8 +204,8 @@ def misread(request: GenerateRequest, found: Sequence[int]) -> Completion:
 
     A sampled text can spell a placeholder, which vLLM then expands.
     """
-    fault = f"ids: vLLM reads {len(found)} tokens before a turn, the trainer {len(request.expected_ids)}, or others"
-    return replace(request.paused, finish_reason="fault", fault=fault, pending=None)
+    problem = f"vLLM reads {len(found)} tokens before a turn, the trainer {len(request.expected_ids)}, or others"
+    return replace(request.paused, finish_reason="fault", fault=Fault("ids", problem), pending=None)
 
 
 def check_versions(request: GenerateRequest, response: GenerateResponse, expected: str) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from rewards.contract import Fault
 from rewards.text import answer_text
 from rl_vlm.errors import ConfigError, RolloutError
 from rl_vlm.evaluation.directory import Chunk
@@ -169,9 +170,10 @@ def test_the_bar_shows_prompts_and_throughput(monkeypatch):
 def test_an_evaluation_ends_if_the_last_server_is_lost() -> None:
     prompt = Prompt(Sample("s", [], [], {}, ""), torch.tensor([1]), {}, {})
 
-    def group(fault: str) -> Group:
+    def group(fault: Fault) -> Group:
         return Group("g", prompt, [NO_TOKENS, replace(NO_TOKENS, finish_reason="fault", fault=fault)], 0)
 
-    check_sampled([group("timeout: no answer")])
+    late = group(Fault("timeout", "no answer"))
+    check_sampled([late])
     with pytest.raises(RolloutError, match=r"^http://a does not answer\.$"):
-        check_sampled([group("timeout: no answer"), group("server: http://a does not answer.")])
+        check_sampled([late, group(Fault("server", "http://a does not answer."))])

@@ -8,6 +8,7 @@ from typing import Any
 import pyarrow.parquet
 import torch
 
+from rewards.contract import Fault
 from rl_vlm.config.schema import LogConfig
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.log.completions import CompletionsLog, completion_rows, print_rows, rollout_table, window_path, write_rows
@@ -162,6 +163,6 @@ def test_calls_of_the_last_turn_are_not_run_and_not_counted() -> None:
 
 
 def test_faults_have_no_length() -> None:
-    found = metrics_of(group(finish_reason="fault", fault="timeout: reset"))
+    found = metrics_of(group(finish_reason="fault", fault=Fault("timeout", "reset")))
     assert (found["completions/min_length"], found["completions/max_length"]) == (6, 6)
     assert found["completions/clipped_ratio"] == 0

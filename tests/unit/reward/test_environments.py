@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from rewards.contract import Fault, FaultKind
 from rl_vlm.algorithm.advantages import compute_advantages
 from rl_vlm.config.schema import RewardsConfig, RewardSpec
 from rl_vlm.errors import RewardError
@@ -23,8 +24,8 @@ def done(text: str, name: str = "Game", **fields) -> Completion:
     return Completion(torch.arange(2), torch.zeros(2), "stop", text, environment_name=name, **fields)
 
 
-def failed(fault: str) -> Completion:
-    return replace(done("9"), finish_reason="fault", fault=fault, environment_reward=1.0)
+def failed(kind: FaultKind, message: str) -> Completion:
+    return replace(done("9"), finish_reason="fault", fault=Fault(kind, message), environment_reward=1.0)
 
 
 def group(*completions: Completion, sample_id: str = "s0", **columns) -> Group:
@@ -59,8 +60,13 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 def test_a_fault_is_masked_and_no_function_is_called_with_it(mine) -> None:
     table = scored(
-        group(done("1"), failed("timeout: crop took longer than 60 s"), done("3")),
-        group(failed("reset: no port"), failed("reset: no port"), failed("connection: lost\nat once"), sample_id="s1"),
+        group(done("1"), failed("timeout", "crop took longer than 60 s"), done("3")),
+        group(
+            failed("reset", "no port"),
+            failed("reset", "no port"),
+            failed("connection", "lost\nat once"),
+            sample_id="s1",
+        ),
     )
     assert mine() == [["1", "3"]]
     assert rounded(table) == [[[1.0], [None], [3.0]], [[None], [None], [None]]]
@@ -81,9 +87,9 @@ def test_a_fault_is_masked_and_no_function_is_called_with_it(mine) -> None:
 @pytest.mark.parametrize("settings", [{"calls": "group"}, {"timeout": 60.0}, {"applies_to": {"kind": ["a"]}}])
 def test_a_fault_is_masked_however_functions_are_called(settings: dict) -> None:
     groups = (
-        group(done("1"), failed("ids: differ"), kind="a"),
-        group(failed("ids: differ"), failed("ids: differ"), sample_id="s1", kind="a"),
-        group(failed("ids: differ"), done("4"), sample_id="s2", kind="b"),
+        group(done("1"), failed("ids", "differ"), kind="a"),
+        group(failed("ids", "differ"), failed("ids", "differ"), sample_id="s1", kind="a"),
+        group(failed("ids", "differ"), done("4"), sample_id="s2", kind="b"),
     )
     spec = RewardSpec(function="mine.py:number", **settings)
     last = None if "applies_to" in settings else 4.0
@@ -99,14 +105,14 @@ def test_a_fault_does_not_change_the_advantages_of_others() -> None:
         rewards_PG = weighted_rewards(table, [1.0])
         return compute_advantages(rewards_PG, table.valid_PG, "group").advantages_PG[0].tolist()
 
-    first, none, second = advantages(done("1"), failed("timeout: slow"), done("3"))
+    first, none, second = advantages(done("1"), failed("timeout", "slow"), done("3"))
     assert none == 0.0
     assert [first, second] == advantages(done("1"), done("3"))
 
 
 def test_faults_are_logged_once_per_kind(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        scored(group(failed("reset: no port"), failed("reset: no screen")))
+        scored(group(failed("reset", "no port"), failed("reset", "no screen")))
     assert [record.message for record in caplog.records] == [
         "environment/reset: no port; masked completions of samples: s0 [0]; later faults of this kind are counted, not "
         "logged"
@@ -116,7 +122,7 @@ def test_faults_are_logged_once_per_kind(caplog: pytest.LogCaptureFixture) -> No
 def test_an_environment_is_a_reward_after_the_functions() -> None:
     groups = (
         group(done("1", environment_reward=0.5), done("2")),
-        group(done("3", "Shop", environment_reward=2.0), failed("timeout: slow"), sample_id="s1"),
+        group(done("3", "Shop", environment_reward=2.0), failed("timeout", "slow"), sample_id="s1"),
     )
     table = scored(*groups, environments=["Game", "Shop"])
     assert table.names == ["number", "Game", "Shop"]

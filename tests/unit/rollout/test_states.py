@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from rewards.contract import Fault
 from rl_vlm.config.schema import DataConfig
 from rl_vlm.data.images import decode_image
 from rl_vlm.data.observations import ObservationRenderer
 from rl_vlm.data.prompts import PromptBuilder
 from rl_vlm.data.turns import TurnFormat
-from rl_vlm.rollout.states import group_from_state, group_state
+from rl_vlm.rollout.states import completion_from_state, completion_state, group_from_state, group_state
 from rl_vlm.types import (
     Completion,
     Context,
@@ -132,11 +133,15 @@ def test_turns_and_outcomes_come_back_without_the_environment(tmp_path: Path) ->
         Turn("<cal", "", (), (ToolResult([], (), "no JSON"),)),
         Turn("7", "7"),
     )
-    saved = completion(turns=turns, fault="crop: timeout", environment_reward=0.5, environment=object())
+    saved = completion(turns=turns, fault=Fault("timeout", "crop: late"), environment_reward=0.5, environment=object())
     group = Group("g", prompt, [replace(saved, finish_reason="fault")], 3)
     (found,) = through_a_file(group, prompt, None, tmp_path).completions
     assert found.turns == turns
-    assert (found.finish_reason, found.fault, found.environment_reward) == ("fault", "crop: timeout", 0.5)
+    assert (found.finish_reason, found.fault, found.environment_reward) == (
+        "fault",
+        Fault("timeout", "crop: late"),
+        0.5,
+    )
     assert found.environment is None
 
 
@@ -152,6 +157,13 @@ def test_a_group_of_an_older_checkpoint_has_no_trajectories() -> None:
     (found,) = group_from_state(state, prompt, Rebuilder(lambda draw: prompt)).completions
     assert found.token_ids.tolist() == [4, 5]
     assert (found.contexts, found.turns, found.pending, found.start, found.fault) == ((), (), None, None, None)
+
+
+def test_a_fault_is_a_text_in_checkpoints() -> None:
+    saved = completion(fault=Fault("timeout", "crop: late"))
+    state = completion_state(saved, [], [])
+    assert state["fault"] == "timeout: crop: late"
+    assert completion_from_state(state, [], []).fault == saved.fault
 
 
 def noise_clip(seed: int) -> Video:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from rewards.contract import Fault
 from rl_vlm.data.prompts import PromptBuilder
 from rl_vlm.errors import DataError, RolloutError
 from rl_vlm.rollout.engine import Submitted, TurnLost
@@ -56,7 +57,7 @@ def test_a_slow_tool_holds_up_its_own_completion_alone(
     Relay.fourth_turn.clear()
     run = Run(builder, relay, toolbox_of(Relay), num=3, engine=engine, tool_timeout=2.0)
     slow, *others = run.groups[0].completions
-    assert met in (slow.fault or slow.turns[0].results[0].content[0]["text"])
+    assert met in (slow.fault.message if slow.fault else slow.turns[0].results[0].content[0]["text"])
     assert [(c.finish_reason, c.environment_reward) for c in others] == [("stop", 6.0)] * 2
 
 
@@ -138,7 +139,7 @@ def test_a_turn_that_is_lost_is_a_fault_of_its_completion_alone(builder: PromptB
     run = Run(builder, script, num=3, engine=failing(lambda: TurnLost("http://a does not answer.")))
     lost = run.groups[0].completions[1]
     assert [c.finish_reason for c in run.groups[0].completions] == ["stop", "fault", "stop"]
-    assert (lost.fault, lost.environment_reward) == ("server: http://a does not answer.", None)
+    assert (lost.fault, lost.environment_reward) == (Fault("server", "http://a does not answer."), None)
     assert [turn.calls[0].name for turn in lost.turns] == ["add"]  # what was before is recorded
     assert len(lost.token_ids) and not run.instances.busy
     with pytest.raises(RolloutError, match="other weights"):
@@ -163,7 +164,7 @@ def test_a_call_that_is_too_late_is_a_fault_and_its_end_is_not_seen(builder: Pro
     run = Run(builder, script, toolbox_of(Late), num=2, engine=Steady, tool_timeout=0.3)
     late, steady = run.groups[0].completions
     assert (late.finish_reason, steady.finish_reason) == ("fault", "stop")
-    assert late.fault and late.fault.startswith("timeout: no answer within 0.3 seconds")
+    assert late.fault == Fault("timeout", "no answer within 0.3 seconds (rollout.tool_timeout)")
     assert len(late.turns) == 1 and not late.turns[0].results
 
 

@@ -167,7 +167,8 @@ def test_the_only_server_that_dies_makes_faults_of_the_trajectories_on_it(
     assert num_faults and sum(len(completion.turns) for completion in completions) == answered
     for completion, whole in zip(completions, expected, strict=True):
         if completion.finish_reason == "fault":
-            assert completion.fault and completion.fault.startswith(f"server: The vLLM server {server.client().url} ")
+            assert completion.fault and completion.fault.kind == "server"
+            assert completion.fault.message.startswith(f"The vLLM server {server.client().url} ")
             assert completion.environment_reward is None
             length = len(completion.token_ids) if completion.turns else 0
             assert completion.token_ids[:length].tolist() == whole[0][:length]

@@ -87,8 +87,8 @@ def test_a_fault_ends_its_completion_and_nothing_else(builder: PromptBuilder, tm
         tool_timeout=3.0, masks_errors=True,
     )  # fmt: skip
     run.trajectories.close()
-    faults = [(completion.fault or "").partition(":")[0] for completion in run.groups[0].completions]
-    assert faults == ["", "crash", "memory", "crash", "timeout", "exception"]
+    faults = [completion.fault and completion.fault.kind for completion in run.groups[0].completions]
+    assert faults == [None, "crash", "memory", "crash", "timeout", "exception"]
     pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
     assert len(pids) == 5 + 3 and all(map(is_gone, pids))
 
