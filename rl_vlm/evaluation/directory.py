@@ -38,7 +38,7 @@ class Chunk:
     rows: list[dict[str, Any]]
     """One row per completion."""
     fault_counts: dict[str, int]
-    """As in `RewardTable`."""
+    """Numbers of masked completions, as metrics name them."""
     num_without_variance: int = 0
     """Number of groups that would have no advantage other than 0 in training."""
 

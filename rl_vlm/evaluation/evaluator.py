@@ -33,7 +33,7 @@ from rl_vlm.rollout.environments.driver import Trajectories, generated
 from rl_vlm.rollout.proving import EngineCheck
 from rl_vlm.rollout.sampling import sampling_params
 from rl_vlm.rollout.scoring import failing, score_groups, weighted_rewards, without_variance
-from rl_vlm.types import Group, Prompt, RewardTable, RolloutRequest, Sampling, ScoredGroup, TrainerState
+from rl_vlm.types import FaultKey, Group, Prompt, RewardTable, RolloutRequest, Sampling, ScoredGroup, TrainerState
 
 ENDPOINT_ROUNDS = 4
 """Requests per chunk / concurrent requests. If higher, a kill loses more work. If lower, more wait for the slowest."""
@@ -170,7 +170,7 @@ class Evaluator:
         ]
         equal = without_variance(groups, table, self.rewards.weights, self.config.algorithm)
         rows = [of_data | row for of_data, row in zip(columns, rows, strict=True)]
-        chunk = Chunk(rows, table.fault_counts, len(equal))
+        chunk = Chunk(rows, {str(key): num for key, num in table.fault_counts.items()}, len(equal))
         return chunk if directory is None else directory.write_chunk(chunk)
 
 
@@ -186,9 +186,10 @@ def check_rewarded(metrics: Mapping[str, float]) -> None:
     faults = {name: count for name, count in reward_faults(metrics).items() if name != NOT_APPLICABLE}
     if faults and "reward" not in metrics:
         counts = ", ".join(f"{name} {count:.0f}" for name, count in faults.items())
+        causes = failing(map(FaultKey.read, faults))
         raise RewardError(
             f"none of the {metrics['num_completions']:.0f} completions of the evaluation has a reward, because "
-            f"{failing(faults)} failed: {counts}. The log has the first fault of each kind with its place."
+            f"{causes} failed: {counts}. The log has the first fault of each kind with its place."
         )
 
 

@@ -20,7 +20,7 @@ from rl_vlm.reward.function import Reward, random_states_kept
 from rl_vlm.stages import TAKEN_NAME, is_column, is_metric, is_taken
 
 if TYPE_CHECKING:
-    from rl_vlm.types import Group, RewardTable, Sample, TrainerState
+    from rl_vlm.types import FaultKey, Group, RewardTable, Sample, TrainerState
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class RewardSuite:
         problems.refuse()
         self._rewards = [reward for reward in loaded if reward is not None]
         self._environments = list(environments or ())
-        self._warned: set[str] = set()
+        self._warned: set[FaultKey] = set()
         self.data_columns: set[str] = set()
         self.names = [*(reward.name for reward in self._rewards), *self._environments]
         of_functions = config.reward_weights or [reward.weight for reward in self._rewards]
@@ -173,6 +173,8 @@ class RewardSuite:
 
     def _count_faults(self, name: str, scores: Sequence[Score], groups: Sequence[Group], table: RewardTable) -> None:
         """Add the faults among the scores to the table, and log the first of each function and kind."""
+        from rl_vlm.types import FaultKey
+
         rows = [(p, i) for p, group in enumerate(groups) for i in range(len(group.completions))]
         places: dict[Fault, dict[str, list[int]]] = {}
         for (p, i), score in zip(rows, scores, strict=True):
@@ -180,11 +182,11 @@ class RewardSuite:
                 places.setdefault(score, {}).setdefault(groups[p].prompt.sample.sample_id, []).append(i)
                 table.faults.setdefault((p, i), []).append(shown(f"{name}/{score}"))
         for fault, masked in places.items():
-            key = f"{name}/{fault.kind}"
+            key = FaultKey(name, fault.kind)
             table.fault_counts[key] = table.fault_counts.get(key, 0) + sum(map(len, masked.values()))
             where = ", ".join(f"{sample_id} {completions}" for sample_id, completions in masked.items())
-            message = shown(f"{key}: {fault.message}; masked completions of samples: {where}")
-            table.fault_messages.append(message)
+            message = shown(f"{name}/{fault}; masked completions of samples: {where}")
+            table.fault_messages.setdefault(key, message)
             if key not in self._warned:
                 self._warned.add(key)
                 logger.warning("%s; later faults of this kind are counted, not logged", message)

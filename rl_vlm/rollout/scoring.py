@@ -20,7 +20,7 @@ from rl_vlm.errors import RewardError
 from rl_vlm.log.completions import answer_in
 from rl_vlm.reward.golds import answer_columns, gold_given
 from rl_vlm.reward.suite import RewardSuite
-from rl_vlm.types import Group, RewardTable, ScoredGroup
+from rl_vlm.types import FaultKey, Group, RewardTable, ScoredGroup
 
 
 def checked_rows(config: RunConfig, split: Literal["train", "eval"], rewards: RewardSuite, ranks: Ranks) -> UsableRows:
@@ -95,13 +95,13 @@ def check_faults(
     groups.
     """
     valid_PG, faulted_PG = table.valid_PG, table.faulted_PG
-    num_refused = sum(n for fault, n in table.fault_counts.items() if fault.rpartition("/")[0] in must_not_fail)
+    num_refused = sum(n for fault, n in table.fault_counts.items() if fault.function in must_not_fail)
     sums = ranks.sum([float(valid_PG.sum()), float(faulted_PG.sum()), float(valid_PG.numel()), float(num_refused)])
     num_valid, num_faulted, num_completions, num_refused = map(int, sums)
     if num_valid and num_faulted <= max_fault_fraction * num_completions and not num_refused:
         return
-    messages = ranks.gather(table.fault_messages)
-    first_of_kind = {message.split(":")[0]: message for message in reversed(messages)}
+    messages = ranks.gather(list(table.fault_messages.items()))
+    first_of_kind = dict(reversed(messages))
     if num_refused:
         found = f"a reward function with on_error: raise fails on {num_refused} completions of a generation window"
     elif num_valid:
@@ -118,10 +118,10 @@ def check_faults(
         )
 
 
-def failing(faults: Iterable[str]) -> str:
-    """Say whether reward functions, environments or both have failed. Faults are given as `function/kind`."""
+def failing(faults: Iterable[FaultKey]) -> str:
+    """Say whether reward functions, environments or both have failed."""
     return " and ".join(
-        sorted({"environments" if fault.startswith("environment/") else "reward functions" for fault in faults})
+        sorted({"environments" if fault.function == "environment" else "reward functions" for fault in faults})
     )
 
 
@@ -147,4 +147,5 @@ def replace_rows(table: RewardTable, new: RewardTable, rows: Mapping[int, int]) 
         table.metrics.setdefault(metric, []).extend(logged)
     for fault, count in new.fault_counts.items():
         table.fault_counts[fault] = table.fault_counts.get(fault, 0) + count
-    table.fault_messages += new.fault_messages
+    for fault, message in new.fault_messages.items():
+        table.fault_messages.setdefault(fault, message)

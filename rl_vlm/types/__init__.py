@@ -36,6 +36,7 @@ from rl_vlm.types.media import MediumRead, Video, is_clip
 from rl_vlm.types.prompts import Prompt, Sample, VideoFormat, digest_of
 from rl_vlm.types.tensors import length_mask, pad_rows, pad_split, synchronize, to_device, to_host
 from rl_vlm.types.training import (
+    FaultKey,
     Forward,
     MicroBatch,
     PolicyOutput,
@@ -49,9 +50,9 @@ from rl_vlm.types.training import (
 )
 
 __all__ = [
-    "NO_TOKENS", "Completion", "Context", "FinishReason", "Forward", "Group", "MediumRead", "MicroBatch", "Observation",
-    "Path", "PolicyOutput", "Progress", "Prompt", "Rendered", "RewardTable", "RolloutRequest", "Sample", "Sampling",
-    "ScoredGroup", "ServedCompletion", "Sharing", "SubGroup", "ToolCall", "ToolResult", "TowerBackward", "TrainerState",
-    "Turn", "Video", "VideoFormat", "concatenate_images", "digest_of", "has_video", "is_clip", "length_mask",
-    "num_tokens", "pad_rows", "pad_split", "rendered_of", "synchronize", "to_device", "to_host",
+    "NO_TOKENS", "Completion", "Context", "FaultKey", "FinishReason", "Forward", "Group", "MediumRead", "MicroBatch",
+    "Observation", "Path", "PolicyOutput", "Progress", "Prompt", "Rendered", "RewardTable", "RolloutRequest", "Sample",
+    "Sampling", "ScoredGroup", "ServedCompletion", "Sharing", "SubGroup", "ToolCall", "ToolResult", "TowerBackward",
+    "TrainerState", "Turn", "Video", "VideoFormat", "concatenate_images", "digest_of", "has_video", "is_clip",
+    "length_mask", "num_tokens", "pad_rows", "pad_split", "rendered_of", "synchronize", "to_device", "to_host",
 ]  # fmt: skip

@@ -44,6 +44,23 @@ class TrainerState:
     epoch: float
 
 
+class FaultKey(NamedTuple):
+    """What failed on completions, and how. Metrics have it as a text, for instance `slow_judge/timeout`."""
+
+    function: str
+    """The name of a reward function, `environment`, or `all` if no function applies."""
+    kind: str
+
+    def __str__(self) -> str:
+        return f"{self.function}/{self.kind}"
+
+    @classmethod
+    def read(cls, text: str) -> FaultKey:
+        """Read the text of a key."""
+        function, _, kind = text.rpartition("/")
+        return cls(function, kind)
+
+
 @dataclass
 class RewardTable:
     """Scores of P groups of G completions from all reward functions."""
@@ -59,10 +76,10 @@ class RewardTable:
     """Named sub-scores and extra columns, each P lists of G values, for the completions file."""
     metrics: dict[str, list[float]] = field(default_factory=dict)
     """Scalars that reward functions logged through `log_metric`."""
-    fault_counts: dict[str, int] = field(default_factory=dict)
-    """Number of masked completions by `function/kind`, for instance `slow_judge/timeout`."""
-    fault_messages: list[str] = field(default_factory=list)
-    """One line per fault: function, sample, completion, and the returned value or the error."""
+    fault_counts: dict[FaultKey, int] = field(default_factory=dict)
+    """Numbers of masked completions."""
+    fault_messages: dict[FaultKey, str] = field(default_factory=dict)
+    """The first fault of each key on a line: function, samples, completions, and the returned value or the error."""
     faults: dict[tuple[int, int], list[str]] = field(default_factory=dict)
     """Faults of completions, by prompt and index."""
 

@@ -40,7 +40,7 @@ def test_the_custom_reward(prompt: str | list, tmp_path: Path, monkeypatch: pyte
     texts = ["<answer>7</answer>", "It is a <answer>1</answer>.", "x" * 40]
     with RewardSuite(RewardsConfig(reward_funcs=config.rewards.reward_funcs)) as suite:
         table = suite.score([answered_group(prompt, texts)], TrainerState(0, 1, 0.0))
-    assert table.fault_messages == []
+    assert table.fault_messages == {}
     assert table.names == ["exact_match", "short_answer"]
     assert table.scores_PGF.tolist() == [[[1.0, 1.0], [0.0, 0.5], [0.0, 0.0]]]
     assert table.metrics == {"characters": [pytest.approx((18 + 27 + 40) / 3)]}

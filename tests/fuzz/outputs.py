@@ -17,7 +17,7 @@ from rewards.contract import LARGEST_REWARD
 from rl_vlm.algorithm.advantages import compute_advantages, total_rewards
 from rl_vlm.config.schema import RewardsConfig
 from rl_vlm.reward.suite import NOT_APPLICABLE, RewardSuite
-from rl_vlm.types import Completion, Group, Prompt, RewardTable, Sample, TrainerState
+from rl_vlm.types import Completion, FaultKey, Group, Prompt, RewardTable, Sample, TrainerState
 
 GROUPS, GROUP_SIZE = 2, 3
 COUNT = GROUPS * GROUP_SIZE
@@ -146,7 +146,7 @@ def check_case(suite: RewardSuite, groups: list[Group], case: Callable[[], Any])
     table = suite.score(groups, STATE)
     check_table(table)
     check_plain_numbers(table, case)
-    return next(iter(table.fault_counts), "no fault")
+    return str(next(iter(table.fault_counts), "no fault"))
 
 
 def check_table(table: RewardTable) -> None:
@@ -154,11 +154,11 @@ def check_table(table: RewardTable) -> None:
     scores_PG, valid_PG, faulted_PG = table.scores_PGF[:, :, 0], table.valid_PG, table.faulted_PG
     assert not (valid_PG & faulted_PG).any()
     assert (scores_PG[valid_PG].isfinite() & (scores_PG[valid_PG].abs() <= LARGEST_REWARD)).all()
-    faults = sum(count for name, count in table.fault_counts.items() if name != NOT_APPLICABLE)
+    faults = sum(count for name, count in table.fault_counts.items() if str(name) != NOT_APPLICABLE)
     assert faults == int(faulted_PG.sum())
-    assert table.fault_counts.get(NOT_APPLICABLE, 0) == int((~valid_PG & ~faulted_PG).sum())
+    assert table.fault_counts.get(FaultKey.read(NOT_APPLICABLE), 0) == int((~valid_PG & ~faulted_PG).sum())
     assert bool(table.fault_messages) == bool(table.fault_counts)
-    assert all(message.isprintable() and len(message) < 2000 for message in table.fault_messages)
+    assert all(message.isprintable() and len(message) < 2000 for message in table.fault_messages.values())
     rewards_PG = total_rewards(table.scores_PGF, torch.tensor([1.0]), valid_PG)
     for found in (
         compute_advantages(rewards_PG, valid_PG, "group"),

@@ -183,7 +183,7 @@ def test_a_reward_function_is_stopped_by_a_signal_and_not_by_what_it_raises(is_d
     groups = [group(["a", "b"], "one"), group(["c", "d"], "two")]
     with handled(), stop.deferred(60.0) if is_deferred else nullcontext():
         for function in (interrupts, interrupts_later):
-            assert called(function).score(groups, STATE).fault_counts == {f"{function.__name__}/exception": 4}
+            assert called(function).score(groups, STATE).fault_counts == {(function.__name__, "exception"): 4}
         stop.check()
         with pytest.raises(Stopped) as stopped:
             called(is_sent_a_signal).score(groups[:1], STATE)

@@ -262,7 +262,7 @@ def test_a_worker_gets_turns_and_messages(mine) -> None:
     config = RewardsConfig(reward_funcs=[spec(timeout=60.0, completions="messages")])
     with RewardSuite(config, environments=()) as suite:
         table = suite.score([of(trajectory(environment=Game(), environment_name="Game"))], STATE)
-    assert (table.scores_PGF.tolist(), table.fault_messages) == ([[[6.0]]], [])
+    assert (table.scores_PGF.tolist(), table.fault_messages) == ([[[6.0]]], {})
 
 
 @pytest.mark.parametrize(("argument", "is_called"), [("turns", False), ("environments", False), ("solution", True)])

@@ -15,7 +15,7 @@ from rl_vlm.config.schema import RewardsConfig, RewardSpec
 from rl_vlm.errors import RewardError
 from rl_vlm.reward.suite import RewardSuite
 from rl_vlm.rollout.scoring import failing, weighted_rewards
-from rl_vlm.types import Completion, Group, Prompt, RewardTable, Sample, TrainerState
+from rl_vlm.types import Completion, FaultKey, Group, Prompt, RewardTable, Sample, TrainerState
 
 STATE = TrainerState(global_step=0, max_steps=1, epoch=0.0)
 
@@ -74,9 +74,9 @@ def test_a_fault_is_masked_and_no_function_is_called_with_it(mine) -> None:
     assert table.faulted_PG.tolist() == [[False, True, False], [True, True, True]]
     assert table.breakdown["read"] == [["1", None, "3"], [None, None, None]]
     assert table.fault_counts == {
-        "environment/timeout": 1, "environment/reset": 2, "environment/connection": 1
+        ("environment", "timeout"): 1, ("environment", "reset"): 2, ("environment", "connection"): 1
     }  # fmt: skip
-    assert table.fault_messages == [
+    assert list(table.fault_messages.values()) == [
         "environment/timeout: crop took longer than 60 s; masked completions of samples: s0 [1]",
         "environment/reset: no port; masked completions of samples: s1 [0, 1]",
         "environment/connection: lost at once; masked completions of samples: s1 [2]",
@@ -95,8 +95,8 @@ def test_a_fault_is_masked_however_functions_are_called(settings: dict) -> None:
     last = None if "applies_to" in settings else 4.0
     table = scored(*groups, functions=[spec])
     assert rounded(table) == [[[1.0], [None]], [[None], [None]], [[None], [last]]]
-    assert table.fault_counts.pop("environment/ids") == 4
-    assert table.fault_counts == ({"all/not_applicable": 1} if last is None else {})
+    assert table.fault_counts.pop(FaultKey("environment", "ids")) == 4
+    assert table.fault_counts == ({("all", "not_applicable"): 1} if last is None else {})
 
 
 def test_a_fault_does_not_change_the_advantages_of_others() -> None:
@@ -145,7 +145,7 @@ def test_a_reward_that_is_no_number_is_a_fault_of_its_class() -> None:
         group(done("1", environment_reward=math.nan), done("1", environment_reward=1.0)), environments=["Game"]
     )
     assert rounded(table) == [[[1.0, None], [1.0, 1.0]]]
-    assert (table.valid_PG.tolist(), table.fault_counts) == ([[False, True]], {"Game/nan": 1})
+    assert (table.valid_PG.tolist(), table.fault_counts) == ([[False, True]], {("Game", "nan"): 1})
 
 
 def test_weights_are_those_of_the_functions_and_then_1() -> None:
@@ -192,7 +192,7 @@ def test_a_run_without_environments_may_have_functions_of_weight_0() -> None:
     ],
 )
 def test_errors_name_what_failed(faults: list[str], expected: str) -> None:
-    assert failing(faults) == expected
+    assert failing(map(FaultKey.read, faults)) == expected
 
 
 @pytest.mark.parametrize(("arguments", "expected"), [("environments, **columns", True), ("**columns", False)])

@@ -66,7 +66,7 @@ def test_every_function_over_every_group(suite):
     assert rewards.names == table.names == ["exact_match", "size"]
     assert rounded(table) == [[[1.0, 1.0], [0.0, 2.0]], [[None, 1.0], [None, 18.0]]]
     assert table.valid_PG.tolist() == [[True, True], [True, True]]
-    assert table.fault_counts == {} and table.fault_messages == []
+    assert table.fault_counts == {} and table.fault_messages == {}
 
 
 def test_what_a_function_is_given(suite):
@@ -102,12 +102,11 @@ def test_a_bad_element_masks_its_completion(suite, element, kind):
     )
     assert rounded(table) == [[[0.5], [None]], [[0.5], [None]]]
     assert table.valid_PG.tolist() == [[True, False], [True, False]]
-    assert table.fault_counts == {f"f/{kind}": 1, "all/not_applicable": 1}
-    assert table.fault_messages[0].startswith(f"f/{kind}: returned ")
-    assert table.fault_messages[0].endswith("; masked completions of samples: s0 [1]")
-    assert table.fault_messages[1] == (
-        "all/not_applicable: no reward function applies; masked completions of samples: s1 [1]"
-    )
+    assert table.fault_counts == {("f", kind): 1, ("all", "not_applicable"): 1}
+    first, second = table.fault_messages.values()
+    assert first.startswith(f"f/{kind}: returned ")
+    assert first.endswith("; masked completions of samples: s0 [1]")
+    assert second == ("all/not_applicable: no reward function applies; masked completions of samples: s1 [1]")
 
 
 BAD_CALLS = {
@@ -125,8 +124,8 @@ def test_a_bad_call_masks_all_its_completions_whatever_others_say(suite, body, k
     table = rewards.score([group(["a", "b"]), group(["c", "d"], "s1")], STATE)
     assert rounded(table) == [[[None, 1.0], [None, 1.0]], [[None, 1.0], [None, 1.0]]]
     assert not table.valid_PG.any()
-    assert table.fault_counts == {f"f/{kind}": 4}
-    (message,) = table.fault_messages
+    assert table.fault_counts == {("f", kind): 4}
+    (message,) = table.fault_messages.values()
     assert message.startswith(f"f/{kind}: ") and message.endswith(
         "; masked completions of samples: s0 [0, 1], s1 [0, 1]"
     )
@@ -174,8 +173,8 @@ def test_a_hang_that_holds_the_interpreter_lock_masks_its_group_and_those_behind
     assert time.monotonic() - started < 1.0 + 2.0
     assert rounded(table) == [[[0.5, 1.0], [0.5, 0.0]], [[None, 1.0], [None, 0.0]], [[None, 1.0], [None, 0.0]]]
     assert table.valid_PG.tolist() == [[True, True], [False, False], [False, False]]
-    assert table.fault_counts == {"f/timeout": 4}
-    assert table.fault_messages == [
+    assert table.fault_counts == {("f", "timeout"): 4}
+    assert list(table.fault_messages.values()) == [
         "f/timeout: took longer than 1 s and was killed; masked completions of samples: s1 [0, 1], s2 [0, 1]"
     ]
     assert table.breakdown == {"f/size": [[1, 1], [None, None], [None, None]]}
@@ -211,7 +210,7 @@ def test_a_fault_is_logged_once_per_function_and_kind(suite, caplog):
 
 def test_messages_are_cut(suite):
     table = suite("def f(completions): raise ValueError('x' * 10_000)").score([group(["a"])], STATE)
-    assert [len(message) for message in table.fault_messages] == [300]
+    assert [len(message) for message in table.fault_messages.values()] == [300]
 
 
 def test_no_groups(suite):
@@ -362,7 +361,7 @@ def test_the_form_that_is_set_is_given_and_not_looked_for(suite, form, prompt, s
     rewards = suite(SEEN, {"function": "mine.py:f", "completions": form})
     one = group(["ab"], prompt=prompt)
     assert rewards.find_forms(lambda _: one.prompt.sample) == [form]
-    (message,) = rewards.score([one], STATE).fault_messages
+    (message,) = rewards.score([one], STATE).fault_messages.values()
     assert repr(seen)[:150] in message
 
 
@@ -462,9 +461,9 @@ def f(completions, log_metric, log_extra):
 def g(completions): return {{"reward": [0.5], "iou": [0.25]}}
 """
     table = suite(source, "mine.py:f", "mine.py:g").score([group(["a"])], STATE)
-    assert table.fault_counts == {"f/name": 1}
-    assert logs.replace(", 1)", ")").replace(", [1])", ")") in table.fault_messages[0]
-    assert "the run or another function has this name; choose another" in table.fault_messages[0]
+    assert table.fault_counts == {("f", "name"): 1}
+    assert logs.replace(", 1)", ")").replace(", [1])", ")") in table.fault_messages["f", "name"]
+    assert "the run or another function has this name; choose another" in table.fault_messages["f", "name"]
     assert (table.breakdown, table.metrics) == ({"g/iou": [[0.25]]}, {})
 
 
@@ -475,7 +474,7 @@ def g(completions, log_extra, log_metric): log_extra("parsed", ["g"]); log_metri
 def h(completions, log_metric): log_metric("length", 3); return [1.0]
 """
     table = suite(source, "mine.py:f", "mine.py:g", "mine.py:h").score([group(["a"])], STATE)
-    assert table.fault_counts == {"g/name": 1}
+    assert table.fault_counts == {("g", "name"): 1}
     assert (table.breakdown, table.metrics) == ({"parsed": [["f"]]}, {"length": [1.0, 3.0]})
 
 
@@ -516,7 +515,9 @@ def test_a_file_that_changes_the_working_directory_changes_it_for_nobody_else(su
 
 def test_the_place_of_a_long_exception_is_shown(suite):
     table = suite("def f(completions): raise ValueError('x' * 10_000)").score([group(["a"])], STATE)
-    assert table.fault_messages[0].startswith(f"f/exception: raised ValueError: {'x' * 220}… (mine.py:1 in f)")
+    assert table.fault_messages["f", "exception"].startswith(
+        f"f/exception: raised ValueError: {'x' * 220}… (mine.py:1 in f)"
+    )
 
 
 def test_groups_without_a_column_of_the_data_give_none(suite):

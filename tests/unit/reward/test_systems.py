@@ -21,7 +21,7 @@ from rl_vlm.errors import RewardError
 from rl_vlm.reward.function import Reward
 from rl_vlm.reward.golds import why_not_scored
 from rl_vlm.reward.suite import RewardSuite
-from rl_vlm.types import TrainerState
+from rl_vlm.types import FaultKey, TrainerState
 from tests.unit.reward.test_suite import group, rounded
 
 pytestmark = pytest.mark.ci
@@ -334,7 +334,7 @@ def test_a_function_of_another_system_scores_as_called_by_hand(
         suite.check_columns(style.columns)
         suite.use_forms(suite.find_forms(lambda _: one.prompt.sample))
         table = suite.score([one], STATE)
-    assert table.fault_messages == []
+    assert table.fault_messages == {}
     expected = [float(score) for score in called_by_hand(style)]
     assert len(set(expected)) > 1, "a test that all completions pass shows nothing"
     assert rounded(table) == [[[round(score, 4)] for score in expected]]
@@ -359,8 +359,8 @@ def test_a_dict_without_a_score_is_a_fault(tmp_path: Path, monkeypatch: pytest.M
     Path("theirs.py").write_text("def f(reward_input):\n    return {'accuracy': 1.0}\n")
     with RewardSuite(RewardsConfig(reward_funcs=["theirs.py:f"])) as suite:
         table = suite.score([group(TEXTS, solution="7")], STATE)
-    assert table.fault_counts == {"f/type": 4}
-    assert "without 'overall', but with 'accuracy'" in table.fault_messages[0]
+    assert table.fault_counts == {("f", "type"): 4}
+    assert "without 'overall', but with 'accuracy'" in table.fault_messages[FaultKey("f", "type")]
 
 
 PER_ROW = {
@@ -414,8 +414,8 @@ def test_an_exception_for_one_completion_is_a_fault_of_that_completion(first_lin
     with RewardSuite(RewardsConfig(reward_funcs=[RewardSpec(function="theirs.py:f", timeout=timeout)])) as suite:
         table = suite.score([group(["a b", "", "ccc", " ", "panic", "interrupt", "end"], solution="7")], STATE)
     assert rounded(table) == [[[1.0], [None], [3.0], *[[None]] * 4]]
-    assert table.fault_counts == {"f/exception": 5}
-    assert "IndexError: list index out of range (theirs.py:3 in f)" in table.fault_messages[0]
+    assert table.fault_counts == {("f", "exception"): 5}
+    assert "IndexError: list index out of range (theirs.py:3 in f)" in table.fault_messages[FaultKey("f", "exception")]
 
 
 GOLDS = {"ground_truth": "a", "reward_model": {"ground_truth": "b"}, "solution": "c", "answer": "d"}

@@ -33,6 +33,7 @@ from rl_vlm.rollout.window import Window
 from rl_vlm.types import (
     Completion,
     Context,
+    FaultKey,
     Group,
     Observation,
     Progress,
@@ -408,6 +409,9 @@ def test_an_error_in_a_later_round_leaves_the_sampler_where_it_was(monkeypatch):
     assert collector.loader.state_dict()["cursor"] == 0
 
 
+NAN_OF_F, LATE_F = FaultKey("f", "nan"), FaultKey("f", "timeout")
+
+
 def table(scores: list[list[float]], **contents: Any) -> RewardTable:
     scores_PG = torch.tensor(scores)
     return RewardTable(["f"], scores_PG[:, :, None], ~scores_PG.isnan(), scores_PG.isnan(), **contents)
@@ -416,12 +420,13 @@ def table(scores: list[list[float]], **contents: Any) -> RewardTable:
 def test_rows_are_replaced_with_all_of_their_columns():
     old = table(
         [[0.0, 0.0], [1.0, 2.0]], breakdown={"both": [["a", "b"], ["c", "d"]], "old": [[1, 2], [3, 4]]},
-        metrics={"m": [1.0]}, fault_counts={"f/nan": 2}, fault_messages=["first"],
+        metrics={"m": [1.0]}, fault_counts={NAN_OF_F: 2}, fault_messages={NAN_OF_F: "first"},
         faults={(0, 0): ["f/nan: old"], (1, 1): ["f/nan: kept"]},
     )  # fmt: skip
     new = table(
         [[9.0, 9.0], [5.0, math.nan]], breakdown={"both": [["w", "x"], ["y", "z"]], "new": [[6, 7], [8, 9]]},
-        metrics={"m": [2.0], "n": [3.0]}, fault_counts={"f/nan": 2, "f/timeout": 1}, fault_messages=["second"],
+        metrics={"m": [2.0], "n": [3.0]}, fault_counts={NAN_OF_F: 2, LATE_F: 1},
+        fault_messages={NAN_OF_F: "second", LATE_F: "late"},
         faults={(0, 0): ["f/nan: unused"], (1, 1): ["f/timeout: new"]},
     )  # fmt: skip
     replace_rows(old, new, {0: 1})
@@ -433,5 +438,5 @@ def test_rows_are_replaced_with_all_of_their_columns():
     }  # fmt: skip
     assert old.metrics == {"m": [1.0, 2.0], "n": [3.0]}
     assert old.faults == {(0, 1): ["f/timeout: new"], (1, 1): ["f/nan: kept"]}
-    assert old.fault_counts == {"f/nan": 4, "f/timeout": 1}
-    assert old.fault_messages == ["first", "second"]
+    assert old.fault_counts == {NAN_OF_F: 4, LATE_F: 1}
+    assert old.fault_messages == {NAN_OF_F: "first", LATE_F: "late"}
