@@ -329,6 +329,14 @@ OLD_NAMES = {"warmup_ratio": "warmup_steps", "torch_dtype": "dtype", "evaluation
 """Fields of earlier versions and their present names. A `warmup_steps` below 1 is a ratio."""
 
 
+class NotHere(ValueError):
+    """A field of `NOT_HERE`, with a value that has no effect here."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"{reason}; leave it out")
+        self.reason = reason
+
+
 def translate(name: str, value: Any, given: Mapping[str, Any]) -> Settings | None:
     """Convert TRL's field `name` with `value` to settings by leaf name. Returns None if TRL has no such field.
 
@@ -346,5 +354,5 @@ def translate(name: str, value: Any, given: Mapping[str, Any]) -> Settings | Non
             neutral = fields[name]
             if value is None or value in (neutral if isinstance(neutral, tuple) else (neutral,)):
                 return {}
-            raise ValueError(f"{reason}; leave it out")
+            raise NotHere(reason)
     return None

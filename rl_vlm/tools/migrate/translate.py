@@ -86,9 +86,10 @@ def converted(source: Original, item: Item, given: Mapping[str, Any]) -> dict[st
             found = row.converts(item.value, given) if row.converts else Refusal(row.advice)
         else:
             found = None if source.is_nested else _of_trl(item, given)
+    except trl_fields.NotHere as error:
+        return Refusal(error.reason, error.reason in CHANGE_NO_RESULT)
     except ValueError as error:
-        reason = str(error).removesuffix("; leave it out")
-        return Refusal(reason, row is None and reason in CHANGE_NO_RESULT)
+        return Refusal(str(error))
     except (TypeError, IndexError, KeyError, AttributeError):
         return Refusal(f"its value cannot be read; {row.advice if row else 'see rl-vlm train --help'}")
     if isinstance(found, Refusal):

@@ -95,6 +95,15 @@ def test_one_can_name_the_system_of_ones_own_program(tmp_path, capsys):
     assert "prompts_per_step: 4" in output(text, tmp_path, capsys, "--from", "vlm-r1")
 
 
+def test_settings_that_change_no_result_need_no_work_by_hand(tmp_path, capsys):
+    words = "--ddp_bucket_cap_mb 25 --neftune_noise_alpha 5"
+    text = f"accelerate launch my/train.py --model_name_or_path m {words}\n"
+    printed = output(text, tmp_path, capsys, "--from", "vlm-r1")
+    by_hand, _, needless = printed.partition("# Not needed, because it is the default or has no meaning here:\n")
+    assert "neftune_noise_alpha: 5" in by_hand and "leave it out" not in by_hand
+    assert "ddp_bucket_cap_mb" in needless and "ddp_bucket_cap_mb" not in by_hand
+
+
 def test_values_of_environment_variables_are_not_printed(tmp_path, capsys):
     printed = output(f"export WANDB_API_KEY=0123456789abcdef\n{SWIFT}", tmp_path, capsys)
     assert "$WANDB_API_KEY" in printed and "0123456789abcdef" not in printed
