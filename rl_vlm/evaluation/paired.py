@@ -25,9 +25,9 @@ def paired_changes(before: Path, after: Path) -> list[Change]:
 
 
 def paired_change(name: str, before: Sequence[float], after: Sequence[float]) -> Change:
-    """Return the change of values that are paired, with the bootstrap interval of its mean over pairs."""
+    """Return the change of held-out values that are paired, with the bootstrap interval of its mean over pairs."""
     low, high = bootstrap_interval([new - old for old, new in zip(before, after, strict=True)])
-    return Change(name, float(np.mean(before)), float(np.mean(after)), low, high, len(before))
+    return Change(name, float(np.mean(before)), float(np.mean(after)), low, high, len(before), "held-out")
 
 
 def paired_values(before: Path, after: Path) -> dict[str, Pairs]:

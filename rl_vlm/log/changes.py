@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
+
+Split = Literal["held-out", "training"]
 
 FEWEST = 8
 """With fewer values, an interval would be too narrow."""
@@ -20,6 +23,13 @@ class Change:
     high: float | None = None
     num: int | None = None
     """Number of values: of pairs, or of values at the end that has fewer of them."""
+    split: Split | None = None
+    """The data of a score."""
+
+    @property
+    def label(self) -> str:
+        """The name with the split: `held-out reward`."""
+        return self.name if self.split is None else f"{self.split} {self.name}"
 
     @property
     def has_few(self) -> bool:

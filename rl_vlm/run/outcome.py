@@ -48,14 +48,14 @@ def explained(verdict: Verdict) -> str:
     main = verdict.changes[0]
     before, after = text_of(main)
     of_change = "" if main.low is None or main.has_few else f" (95% interval of the change: {interval(main)})"
-    meaning = MEANINGS[verdict.outcome].format(name=main.name, before=before, after=after, interval=of_change)
+    meaning = MEANINGS[verdict.outcome].format(name=main.label, before=before, after=after, interval=of_change)
     return " ".join([meaning, *verdict.lacks])
 
 
 def changes_table(changes: Sequence[Change]) -> str:
     """Format changes in aligned columns: name, start, end, and the interval of the change."""
     rows = [["", "start", "end", "95% interval of the change"]]
-    return aligned([*rows, *([change.name, *text_of(change), interval(change)] for change in changes)])
+    return aligned([*rows, *([change.label, *text_of(change), interval(change)] for change in changes)])
 
 
 class CollapseWarning:

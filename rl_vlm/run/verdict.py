@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -134,7 +134,7 @@ class Evidence:
 def judge(evidence: Evidence) -> Verdict:
     """Judge a run."""
     steps = training_steps(evidence.lines)
-    held_out = [paired_change(f"held-out {name}", *pairs) for name, pairs in evidence.held_out.items()]
+    held_out = [paired_change(name, *pairs) for name, pairs in evidence.held_out.items()]
     rewards = [*held_out, *training_changes(steps)]
     watch = CollapseWatch(evidence.num_generations)
     for line in steps:
@@ -198,7 +198,7 @@ def training_changes(steps: Sequence[Line]) -> list[Change]:
     scores = dict.fromkeys(name for line in steps for name in line if is_score(name) and name.startswith("rewards/"))
     metrics = {"reward": "reward", **({name: function_name(name) for name in scores} if len(scores) > 1 else {})}
     values = {label: [line[name] for line in steps if is_number(line.get(name))] for name, label in metrics.items()}
-    return [change_of_ends(f"training {label}", found) for label, found in values.items() if found]
+    return [replace(change_of_ends(name, found), split="training") for name, found in values.items() if found]
 
 
 def change_of_ends(name: str, values: Sequence[float]) -> Change:

@@ -38,7 +38,7 @@ def test_the_quickstart_learns_to_read_digits(quickstart):
     assert summary["optimizer_steps"] == 112
     verdict, change = summary["verdict"], summary["verdict"]["changes"][0]
     assert (verdict["outcome"], verdict["is_evaluated"], verdict["lacks"]) == ("learned", True, [])
-    assert (change["name"], change["num"], change["low"] > 0.7) == ("held-out reward", 450, True)
+    assert (change["name"], change["split"], change["num"], change["low"] > 0.7) == ("reward", "held-out", 450, True)
     ends = (summary["eval_before"]["reward"], summary["eval_after"]["reward"])
     assert (change["before"], change["after"]) == pytest.approx(ends)
 

@@ -135,7 +135,7 @@ def build_page(runs: Sequence[RunResults], reloads: bool = False, most: int = MO
         reloads=round(SHORTEST_PAUSE) if reloads else None,
         patience=PATIENCE,
         verdicts=verdicts,
-        rows=[RunRow(judged, [judged.by_name.get(name) for name in columns]) for judged in verdicts],
+        rows=[RunRow(judged, [judged.by_label.get(name) for name in columns]) for judged in verdicts],
         columns=columns,
         first=list(map(figure_of, charts.first)),
         internals=list(map(figure_of, charts.internals)),

@@ -70,12 +70,12 @@ def build_index(folders: Sequence[Path], path: Path) -> str:
 def row_of(run: RunResults, folder: Path, path: Path) -> RunRow:
     """Return the row of a run. It has a link if the run has a report."""
     judged = verdict_of(run)
-    held_out = next((moved for moved in judged.moved if moved.name.startswith("Held-out")), None)
+    held_out = next((moved for moved in judged.moved if moved.split == "held-out"), None)
     report = place_of(folder) / REPORT
     link = quote(os.path.relpath(report.absolute(), path.absolute().parent)) if report.is_file() else None
     return RunRow(
         judged,
-        [held_out, judged.by_name.get(TRAINING)],
+        [held_out, judged.by_label.get(TRAINING)],
         link,
         sparkline(metric_points(run.lines, "reward"), TRAINING),
     )

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rl_vlm.log.changes import Change, digits_of, interval, text_of
+from rl_vlm.log.changes import Change, Split, digits_of, interval, text_of
 from rl_vlm.log.metrics import function_name, is_score, named_with, reward_faults, seconds_of, totals
 from rl_vlm.reward.suite import NOT_APPLICABLE
 from rl_vlm.run.evidence import read_evidence
@@ -52,11 +52,16 @@ class Moved:
     """A change as text. An evaluation has no value before."""
 
     name: str
+    split: Split | None
     before: str | None
     after: str
     interval: str = ""
     """The 95% interval of the change, or of the single value."""
     word: str = ""
+
+    @property
+    def label(self) -> str:
+        return capitalized(self.name if self.split is None else f"{self.split} {self.name}")
 
     @property
     def values(self) -> str:
@@ -82,15 +87,16 @@ class Judged:
     path: Path = field(default_factory=Path)
 
     @property
-    def by_name(self) -> dict[str, Moved]:
-        return {moved.name: moved for moved in self.moved}
+    def by_label(self) -> dict[str, Moved]:
+        return {moved.label: moved for moved in self.moved}
 
 
 def columns_of(verdicts: Sequence[Judged]) -> list[str]:
-    """Return the names of the figures in a comparison. Training scores are left out if they are also held out."""
-    names = dict.fromkeys(name for judged in verdicts for name in judged.by_name)
-    repeated = {f"Training {name.removeprefix('Held-out ')}" for name in names if name.startswith("Held-out ")}
-    return [name for name in names if name == TRAINING or name not in {*repeated, BEST}]
+    """Return the labels of the figures in a comparison. Training scores are left out if they are also held out."""
+    figures = {moved.label: moved for judged in verdicts for moved in judged.moved}
+    held_out = {moved.name for moved in figures.values() if moved.split == "held-out"}
+    repeated = {label for label, moved in figures.items() if moved.split == "training" and moved.name in held_out}
+    return [label for label in figures if label == TRAINING or label not in {*repeated, BEST}]
 
 
 @dataclass(frozen=True)
@@ -119,7 +125,7 @@ def verdict_of(run: RunResults) -> Judged:
         state,
         mark,
         explained(verdict),
-        [*moved, *(held_out_scores(run) if not any("held-out" in change.name for change in verdict.changes) else [])],
+        [*moved, *(held_out_scores(run) if not any(change.split == "held-out" for change in verdict.changes) else [])],
         [*pass_facts(run), *problem_facts(run)],
         OF_RUNS,
         f"{last:,} of {total:,}" if total else f"{last:,}",
@@ -143,7 +149,7 @@ def moved_of(change: Change) -> Moved:
     word = "" if change.low is None or change.high is None or change.has_few else (
         "rose" if change.low > 0 else "fell" if change.high < 0 else "no clear change"
     )  # fmt: skip
-    return Moved(capitalized(change.name), before, after, interval(change), word)
+    return Moved(change.name, change.split, before, after, interval(change), word)
 
 
 def held_out_scores(run: RunResults) -> list[Moved]:
@@ -157,11 +163,13 @@ def held_out_scores(run: RunResults) -> list[Moved]:
     for name in ("eval_reward", *names):
         if name not in after:
             continue
-        score = score_of(after, name, f"Held-out {'reward' if name == 'eval_reward' else function_name(name)}")
+        score = score_of(after, name, "reward" if name == "eval_reward" else function_name(name))
         if before.get(name) is not None:
             digits = digits_of(before[name], after[name])
             note = f"the latter: {score.interval}" if score.interval else ""
-            score = Moved(score.name, f"{before[name]:.{digits}f}", f"{after[name]:.{digits}f}", note)
+            score = replace(
+                score, before=f"{before[name]:.{digits}f}", after=f"{after[name]:.{digits}f}", interval=note
+            )
         found.append(score)
     return found
 
@@ -178,19 +186,19 @@ def held_out_metrics(run: RunResults) -> tuple[Mapping[str, Any], Mapping[str, A
     return evaluated[first] if last > first else {}, evaluated[last]
 
 
-def score_of(metrics: Mapping[str, Any], name: str, label: str) -> Moved:
-    """Return a mean score with its interval."""
-    prefix = name.removesuffix("mean")
+def score_of(metrics: Mapping[str, Any], metric: str, name: str) -> Moved:
+    """Return a held-out mean score with its interval."""
+    prefix = metric.removesuffix("mean")
     low, high = metrics.get(f"{prefix}ci_low"), metrics.get(f"{prefix}ci_high")
     known = "" if low is None or high is None else f"{low:.2f} to {high:.2f}"
-    return Moved(label, None, f"{metrics[name]:.{digits_of(metrics[name])}f}", known)
+    return Moved(name, "held-out", None, f"{metrics[metric]:.{digits_of(metrics[metric])}f}", known)
 
 
 def scores_of(run: RunResults) -> Judged:
     """Show the scores of an evaluation. The functions with the largest weight come first."""
     names = [name for name in run.summary if is_score(name)]
     names.sort(key=lambda name: function_name(name) not in run.decisive)
-    scores = [score_of(run.summary, name, f"Held-out {function_name(name)}") for name in names]
+    scores = [score_of(run.summary, name, function_name(name)) for name in names]
     samples = f"{(num := run.summary.get('num_samples', 0)):,.0f} sample{'' if num == 1 else 's'}"
     return Judged(
         run.name,

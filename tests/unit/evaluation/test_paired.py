@@ -56,6 +56,9 @@ def test_the_interval_is_the_bootstrap_of_the_differences():
     assert change.low == pytest.approx(0.125, abs=0.026) and change.high == pytest.approx(0.4, abs=0.026)
 
 
+SPLIT = {"split": "held-out"}
+
+
 def test_each_model_but_the_first_is_compared_with_the_first(tmp_path: Path):
     for name, score in (("base", 0.0), ("early", 0.5), ("late", 0.25)):
         write_evaluation(tmp_path / name, {"x": [score], "y": [score]})
@@ -64,7 +67,7 @@ def test_each_model_but_the_first_is_compared_with_the_first(tmp_path: Path):
     assert found == {
         "base": {"num_samples": 2.0},
         "early": {"num_samples": 2.0, "differences": [
-            {"name": "reward", "before": 0.0, "after": 0.5, "low": 0.5, "high": 0.5, "num": 2}]},
+            {"name": "reward", "before": 0.0, "after": 0.5, "low": 0.5, "high": 0.5, "num": 2, **SPLIT}]},
         "late": {"num_samples": 2.0, "differences": [
-            {"name": "reward", "before": 0.0, "after": 0.25, "low": 0.25, "high": 0.25, "num": 2}]},
+            {"name": "reward", "before": 0.0, "after": 0.25, "low": 0.25, "high": 0.25, "num": 2, **SPLIT}]},
     }  # fmt: skip

@@ -17,7 +17,7 @@ RUN: dict[str, Any] = {
         None,
         True,
         [
-            Change("held-out reward", 0.25, 0.75, 0.4, 0.6, 450),
+            Change("reward", 0.25, 0.75, 0.4, 0.6, 450, "held-out"),
             Change("distinct answers of a group", 3.0, 1.5),
         ],
     ).as_json(),
@@ -60,7 +60,7 @@ def test_faults_and_skipped_updates():
 
 
 def test_few_values_have_no_interval():
-    few = Verdict(Outcome.SHORT, None, True, [Change("held-out reward", 0.25, 0.75, 0.4, 0.6, 7)]).as_json()
+    few = Verdict(Outcome.SHORT, None, True, [Change("reward", 0.25, 0.75, 0.4, 0.6, 7, "held-out")]).as_json()
     assert training_outcome(RUN | {"verdict": few}, "runs/a").splitlines()[:3] == [
         "Verdict: too short to tell. There are too few steps or values to judge the change of the held-out reward: "
         "0.25 at first, 0.75 at the end.",

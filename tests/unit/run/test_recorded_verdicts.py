@@ -45,7 +45,7 @@ def test_an_older_run_is_judged_by_its_completions(name: str, tmp_path: Path):
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in older))
     old, new = (judge(evidence_in(path, decisive="exact_match")) for path in (folder, RECORDS / name))
     assert (old.outcome, old.step) == (new.outcome, new.step)
-    assert [change.name for change in old.changes] == [change.name for change in new.changes]
+    assert [change.label for change in old.changes] == [change.label for change in new.changes]
     for of_texts, of_metrics in zip(old.changes, new.changes, strict=True):
         assert of_texts.before == pytest.approx(of_metrics.before, rel=1e-3)
         assert of_texts.after == pytest.approx(of_metrics.after, rel=1e-3)

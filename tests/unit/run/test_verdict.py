@@ -173,13 +173,13 @@ def test_constant_and_faulty_rewards():
 
 def test_scores_of_several_functions_stand_below_the_reward():
     steps = [{**each, "rewards/a/mean": 0.5, "rewards/b/mean": each["reward"]} for each in rising()]
-    names = [change.name for change in judge(Evidence(steps)).changes]
+    names = [change.label for change in judge(Evidence(steps)).changes]
     assert names == [
         "training reward", "training a", "training b", "distinct answers of a group",
         "share of groups without variance", "best reward of a group",
     ]  # fmt: skip
     one = [{**each, "rewards/a/mean": each["reward"]} for each in rising()]
-    assert "training a" not in [change.name for change in judge(Evidence(one)).changes]
+    assert "training a" not in [change.label for change in judge(Evidence(one)).changes]
 
 
 @pytest.mark.parametrize(

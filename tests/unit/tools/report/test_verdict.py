@@ -41,7 +41,7 @@ def test_the_page_has_the_verdict_of_the_terminal(tmp_path: Path):
     found = judged(folder)
     assert (found.title, found.sentence) == ("Learned", explained(verdict))
     assert headline(verdict) == "learned" and (found.state, found.mark) == ("good", "↑")
-    assert (found.moved[0].name, found.moved[0].values) == ("Held-out reward", "0.00 → 1.00")
+    assert (found.moved[0].label, found.moved[0].values) == ("Held-out reward", "0.00 → 1.00")
     assert (found.moved[0].interval, found.moved[0].word) == ("+1.00 to +1.00", "rose")
     assert (found.steps, found.minutes, found.is_complete) == ("20 of 2", "2.0", True)
     page = build_page(read_runs([folder]))
@@ -51,7 +51,7 @@ def test_the_page_has_the_verdict_of_the_terminal(tmp_path: Path):
 def test_few_values_have_no_interval(tmp_path: Path):
     found = judged(write_run(tmp_path / "run"))
     assert (found.title, found.state) == ("Too short to tell", "even")
-    assert [(m.name, m.values, m.interval) for m in found.moved] == [
+    assert [(m.label, m.values, m.interval) for m in found.moved] == [
         ("Training reward", "0.25 → 0.75", "too few values (1)"),
         ("Held-out exact_match", "0.10 → 0.90", "the latter: 0.00 to 0.50"),
     ]
@@ -69,9 +69,9 @@ def test_held_out_scores_are_those_of_the_model_that_the_run_ends_with(tmp_path:
     line = {"step": 3, "eval_num_samples": 4.0, "eval_rewards/exact_match/mean": 0.5}
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(line) + "\n")
-    assert judged(folder).by_name["Held-out exact_match"].values == "0.10 → 0.50"
+    assert judged(folder).by_label["Held-out exact_match"].values == "0.10 → 0.50"
     (folder / "summary.json").write_text('{"checkpoint": "run/checkpoint-2"}')
-    score = judged(folder).by_name["Held-out exact_match"]
+    score = judged(folder).by_label["Held-out exact_match"]
     assert (score.values, score.interval) == ("0.10 → 0.90", "the latter: 0.00 to 0.50")
 
 
@@ -85,7 +85,7 @@ def test_held_out_scores_without_completions_begin_with_those_that_decide(tmp_pa
     write_lines(tmp_path, *lines)
     settings = {"rewards": {"reward_funcs": [{"function": "format", "weight": 0.1}, "match"]}}
     run = RunResults("run", tmp_path, "training", lines=lines, names=["format", "match"], settings=settings)
-    assert [(m.name, m.values) for m in verdict_of(run).moved if m.name.startswith("Held-out")] == [
+    assert [(m.label, m.values) for m in verdict_of(run).moved if m.label.startswith("Held-out")] == [
         ("Held-out reward", "0.25 → 0.75"), ("Held-out match", "0.50 → 0.50"), ("Held-out format", "1.00 → 1.00"),
     ]  # fmt: skip
 
@@ -120,7 +120,7 @@ def test_a_run_of_an_earlier_version_is_judged_by_its_completions(tmp_path: Path
     found = judged(folder)
     # 128 groups are 16 steps. 13 of steps 8 to 23 have one answer: 0.56 beyond the first, below 0.2 of 3.
     assert (found.title, found.state) == ("Collapsed at step 8, not evaluated", "bad")
-    assert found.by_name["Distinct answers of a group"].values == "4.00 → 1.00"
+    assert found.by_label["Distinct answers of a group"].values == "4.00 → 1.00"
 
 
 def test_held_out_pass_rates_are_beside_the_verdict(tmp_path: Path):
@@ -146,7 +146,7 @@ def test_a_run_up_to_a_checkpoint_is_judged_by_its_first_steps(tmp_path: Path):
     (run,) = read_runs([learning_run(tmp_path / "run")])
     early = RunResults(run.name, run.path, "training", lines=[line for line in run.lines if line["step"] <= 10])
     found = verdict_of(early)
-    assert (found.moved[0].name, found.moved[0].values) == ("Training reward", "0.15 → 0.40")
+    assert (found.moved[0].label, found.moved[0].values) == ("Training reward", "0.15 → 0.40")
     assert "There is one evaluation, after step 0." in found.sentence
 
 
@@ -157,7 +157,7 @@ def test_an_evaluation_shows_the_scores_that_decide_first(tmp_path: Path):
     run = RunResults("eval", tmp_path, "evaluation", names=["format", "match"], summary=summary, settings=settings)
     found = verdict_of(run)
     assert (found.title, found.state) == ("Evaluated on 1,200 samples", "even")
-    assert [(m.name, m.values, m.interval) for m in found.moved] == [
+    assert [(m.label, m.values, m.interval) for m in found.moved] == [
         ("Held-out match", "0.25", "0.20 to 0.30"), ("Held-out format", "1.00", ""),
     ]  # fmt: skip
     assert [(f.label, f.value) for f in found.facts] == [("Reward faults", "2")]
