@@ -27,6 +27,8 @@ class Counterpart(NamedTuple):
     """Advice for the user."""
     converts: Convert | None
     """The conversion of the value, or None if the user has to decide."""
+    needs_environment: bool = False
+    """Whether the advice leads to `rollout.environment`."""
 
 
 def to(setting: str, note: str = "", converts: Convert | None = None) -> Counterpart:
@@ -46,9 +48,9 @@ def needless(reason: str, *values: Any) -> Counterpart:
     return Counterpart(f"leave it out: {reason}", check)
 
 
-def by_hand(advice: str) -> Counterpart:
+def by_hand(advice: str, needs_environment: bool = False) -> Counterpart:
     """Build the row of a setting without a conversion."""
-    return Counterpart(advice, None)
+    return Counterpart(advice, None, needs_environment)
 
 
 def off(reason: str) -> Counterpart:
@@ -75,11 +77,13 @@ SHARDED = Counterpart(
 )
 TOOLS = by_hand(
     "write `rollout.tools`, functions with type hints and docstrings, or `rollout.environment`, a class with such "
-    "methods"
+    "methods",
+    needs_environment=True,
 )
 ENVIRONMENT = by_hand(
     "write `rollout.environment`, with `rollout.environment_protocol: steps`; arguments are "
-    "`rollout.environment_kwargs`"
+    "`rollout.environment_kwargs`",
+    needs_environment=True,
 )
 WHOLE_CONTEXT = by_hand("leave it out: the model sees the whole conversation at every turn")
 ONE_MODEL = "GRPO has no critic"
@@ -251,7 +255,8 @@ EASYR1_AND_VERL: dict[str, Counterpart] = by_name({
     "rollout.dtype": needless("the engine has the precision of `model.dtype`"),
     "rollout.ignore_eos": off("a completion ends with its end token"),
     "rollout.disable_tqdm": needless("see `log.disable_tqdm`"),
-    "multi_turn.enable": off("with `rollout.tools` or `rollout.environment`, a completion has several turns"),
+    "multi_turn.enable": off("with `rollout.tools` or `rollout.environment`, a completion has several turns")
+        ._replace(needs_environment=True),
     "multi_turn.max_assistant_turns": to("rollout.max_turns", "", convert.turns),
     "multi_turn.max_user_turns": needless("`rollout.max_turns` counts the turns of the model", None),
     "multi_turn.max_parallel_calls": needless("all calls of a turn are run"),

@@ -76,20 +76,23 @@ class Refusal(NamedTuple):
     reason: str
     is_needless: bool = False
     """Whether the trained weights do not depend on it."""
+    needs_environment: bool = False
+    """Whether the user will set `rollout.environment` instead."""
 
 
 def converted(source: Original, item: Item, given: Mapping[str, Any]) -> dict[str, Any] | Refusal:
     """Return the settings for an item by full name, with options of the launch, or the reason why there are none."""
     row = row_of(item.key, ROWS[source.system])
+    needs_environment = row is not None and row.needs_environment
     try:
         if row is not None:
-            found = row.converts(item.value, given) if row.converts else Refusal(row.advice)
+            found = row.converts(item.value, given) if row.converts else Refusal(row.advice, False, needs_environment)
         else:
             found = None if source.is_nested else _of_trl(item, given)
     except trl_fields.NotHere as error:
         return Refusal(error.reason, error.reason in CHANGE_NO_RESULT)
     except ValueError as error:
-        return Refusal(str(error))
+        return Refusal(str(error), False, needs_environment)
     except (TypeError, IndexError, KeyError, AttributeError):
         return Refusal(f"its value cannot be read; {row.advice if row else 'see rl-vlm train --help'}")
     if isinstance(found, Refusal):
@@ -113,7 +116,7 @@ def _refuse(result: Translation, item: Item, refusal: Refusal) -> None:
         _must_fill_in(result, item, f"{item.key} of the script, which is not written here")
     else:
         result.by_hand.append(f"{item}: {refusal.reason}")
-        if "`rollout.environment`" in refusal.reason:
+        if refusal.needs_environment:
             result.expected["rollout.environment"] = "module:Class"
 
 
