@@ -120,7 +120,8 @@ class TokenBudget:
         for change in found:
             lowers = change.reason == "out_of_memory" or self.has_run_out
             self.tokens = min(change.micro_batch_tokens, self.tokens) if lowers else change.micro_batch_tokens
-            self.measured.is_used |= change.reason == "calibration"
+            if change.reason == "calibration":
+                self.measured.mark_used()
         return sum(change.reason == "out_of_memory" for change in found)
 
     def after(self) -> None:
@@ -128,10 +129,7 @@ class TokenBudget:
         if self.peaks is None or not self.peaks.is_measuring:
             return
         found = [self.figures(peak) for peak in self.peaks.take() if self.tokens_of(peak.batch) >= self.tokens / 2]
-        for held, bytes_per_token in (pair for pairs in self.ranks.gather([found]) for pair in pairs):
-            self.measured.held = max(self.measured.held, held)
-            self.measured.bytes_per_token = max(self.measured.bytes_per_token, bytes_per_token)
-        self.measured.steps += 1
+        self.measured.add(pair for pairs in self.ranks.gather([found]) for pair in pairs)
 
     def figures(self, peak: MicroBatchPeak) -> tuple[int, float]:
         """Return the bytes held before a micro-batch, and the bytes that it takes per token."""
@@ -150,7 +148,7 @@ class TokenBudget:
     def correct(self) -> None:
         """Set the largest budget that fits by the measured bytes per token."""
         measured, step, tokens = self.measured, self.progress.global_step + 1, self.fitting_tokens()
-        measured.is_used = True
+        measured.mark_used()
         message = (
             f"step {step}: micro_batch_tokens is {tokens} from now on, {self.tokens} so far. The first steps held "
             f"{measured.held / GIB:.2f} GiB and {measured.bytes_per_token / MIB:.3f} MiB per token; {self.planned}"

@@ -8,7 +8,7 @@ recorded like any other, so that a resumed run replays it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -34,6 +34,17 @@ class MeasuredPeaks:
     """0 if no micro-batch was large enough."""
     is_used: bool = False
     """Whether the budget was corrected by these figures."""
+
+    def add(self, figures: Iterable[tuple[int, float]]) -> None:
+        """Add a step's micro-batches: the bytes held before each, and its bytes per token."""
+        for held, bytes_per_token in figures:
+            self.held = max(self.held, held)
+            self.bytes_per_token = max(self.bytes_per_token, bytes_per_token)
+        self.steps += 1
+
+    def mark_used(self) -> None:
+        """Note that the budget is corrected. It is not corrected again."""
+        self.is_used = True
 
 
 class MicroBatchPeak(NamedTuple):
