@@ -148,7 +148,7 @@ class Expected:
         )
 
 
-@dataclass
+@dataclass(frozen=True)
 class Proof:
     """The checks of one start, and the way to compute rows that they allow."""
 

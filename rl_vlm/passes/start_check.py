@@ -30,6 +30,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -158,7 +159,7 @@ class StartCheck:
             check = self.joined_images(groups)
             self.note(check)
             self.rounds.join_images(all(self.ranks.gather([check.result == "holds"])))
-        self.proof.joins_images = vision.joined
+        self.proof = replace(self.proof, joins_images=vision.joined)
 
     def joined_images(self, groups: Sequence[ScoredGroup]) -> ProofCheck:
         """Compare features from one run of the tower with those from a run for each prompt."""
@@ -288,7 +289,7 @@ class StartCheck:
             if slower is None:
                 raise ModelError(f"{failed}. memory.prefix_sharing: dense computes each prompt once per completion")
             self.rounds.use(slower)
-            self.proof.fallback = slower
+            self.proof = replace(self.proof, fallback=slower)
             logger.warning(
                 "%s on %s. The run goes on with %s, which is slower", failed, device_name(self.ranks.device), slower
             )
