@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,12 +23,26 @@ class Record:
     unevaluated: dict[str, Any] | None = None
     """Metrics of the last step, if its evaluation is due and not complete."""
 
-    def note_evaluation(self, metrics: dict[str, float], step: int, train: TrainConfig) -> None:
-        """Note an evaluation. With `load_best_model_at_end`, also note the step if it is the best so far.
+    def add_seconds(self, seconds: float) -> None:
+        """Add the seconds that a step took."""
+        self.train_seconds += seconds
 
-        Raises ConfigError if the deciding metric does not exist.
+    @contextmanager
+    def evaluating(self, line: dict[str, Any]) -> Iterator[None]:
+        """Keep the metrics of a step until the block, which evaluates it, is complete."""
+        self.unevaluated = line
+        yield
+        self.unevaluated = None
+
+    def note_evaluation(self, metrics: dict[str, float], step: int, train: TrainConfig) -> None:
+        """Note an evaluation, which is the one before training if `step` is 0.
+
+        With `load_best_model_at_end`, also note the step if it is the best so far. Raises ConfigError if the deciding
+        metric does not exist.
         """
         self.eval_latest = metrics
+        if step == 0:
+            self.eval_before = metrics
         if not train.load_best_model_at_end:
             return
         name = train.metric_for_best_model.removeprefix("eval_")

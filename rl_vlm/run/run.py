@@ -142,8 +142,7 @@ class Run:
             instrument.begin(progress)
         with ProgressBar(progress.global_step, progress.max_steps, "step", log.disable_tqdm, silent) as bar:
             if self.evaluator and train.eval_on_start and self.record.eval_latest is None:
-                self.record.eval_before = self.evaluate()
-                self.write_metrics({"step": 0, **prefixed(self.record.eval_before)})
+                self.write_metrics({"step": 0, **prefixed(self.evaluate())})
                 self.save_if_due(is_last=False)
             if self.record.unevaluated:
                 self.finish_step(self.record.unevaluated)
@@ -187,7 +186,7 @@ class Run:
         line = {"step": step, "epoch": self.collector.loader.epoch} | metrics.reduce(self.ranks.gather)
         line["data_wait_fraction"] = line.get(seconds_of(Stage.DATA), 0.0) / line[seconds_of(Stage.STEP)]
         line[seconds_of(Stage.SAVE)] = self.writer.take_seconds()
-        self.record.train_seconds += line[seconds_of(Stage.STEP)]
+        self.record.add_seconds(line[seconds_of(Stage.STEP)])
         return self.finish_step(line)
 
     def finish_step(self, line: dict[str, Any]) -> dict[str, Any]:
@@ -195,14 +194,12 @@ class Run:
         step = line["step"]
         is_last = step == self.progress.max_steps
         if self.evaluator and (is_last or is_due(step, self.config.train.eval_steps)):
-            self.record.unevaluated = line
-            with self.saved_on_failure():
+            with self.record.evaluating(line), self.saved_on_failure():
                 try:
                     line = line | prefixed(self.evaluate())
                 except Exception:
                     self.write_metrics(line)  # a resumed run writes it again, with the evaluation
                     raise
-            self.record.unevaluated = None
         self.write_metrics(line)
         self.writer.continue_if_ready()
         self.save_if_due(is_last)
