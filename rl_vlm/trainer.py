@@ -90,7 +90,7 @@ class Trainer:
                     self.update(loss, objective.contributing, metrics)
             window.updates_done += 1
         self.add_metrics(objective.groups, metrics)
-        self.progress.global_step += 1
+        self.progress.step_done()
         self.is_updating = False
         return metrics
 
@@ -155,7 +155,7 @@ class Trainer:
         metrics.add_mean("skipped_updates/nonfinite", float(not finite), 1)
         self.stop_if_nonfinite(finite, contributing)
         self.is_updating = True
-        self.progress.policy_version += any_contributes and finite
+        self.progress.update_done(any_contributes and finite, finite)
         self.optimizer.strategy.clear_gradients()
         self.optimizer.advance_schedule()
         self.move_reference()
@@ -163,7 +163,6 @@ class Trainer:
     def stop_if_nonfinite(self, finite: bool, groups: Sequence[ScoredGroup]) -> None:
         """Raise TrainingError after three consecutive steps with a non-finite loss or gradient."""
         if finite:
-            self.progress.nonfinite_in_a_row = 0
             return
         self.nonfinite_groups = list(groups)
         with self.ranks.agree():
@@ -172,7 +171,6 @@ class Trainer:
                     f"{MAX_NONFINITE_STEPS} steps in a row had a loss or gradient that is not finite. The weights are "
                     "those of the last finite step. A lower learning_rate often helps."
                 )
-        self.progress.nonfinite_in_a_row += 1
 
     def move_reference(self) -> None:
         """Move the reference towards the policy every `ref_model_sync_steps` steps, if `sync_ref_model` is set."""

@@ -317,7 +317,7 @@ class Run:
             "reward_forms": self.rewards.forms,
         }
         states = self.ranks.gather([own_state])
-        self.progress.saved_version = self.progress.policy_version
+        self.progress.mark_saved()
         best = self.record.best_step  # the best step that this checkpoint knows
         done = partial(self.checkpoint_done, self.progress.global_step, best)
         with self.trainer.stages.run(Stage.SAVE):
@@ -368,7 +368,7 @@ class Run:
 
         Raises CheckpointError if paused completions do not fit the settings.
         """
-        vars(self.progress).update(saved.state["progress"], max_steps=self.progress.max_steps)
+        self.progress.restore(saved.state["progress"])
         if "memory.micro_batch_tokens" not in saved.changes:
             self.budget.load_state_dict(saved.state["budget"])
         self.record = Record(**saved.state["record"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
@@ -33,6 +33,23 @@ class Progress:
     """`policy_version` of the last checkpoint."""
     nonfinite_in_a_row: int = 0
     """Number of skipped steps since the last one with a finite loss and gradient."""
+
+    def update_done(self, has_changed: bool, is_finite: bool) -> None:
+        """Count an update of the weights, or a step that was skipped because it is not finite."""
+        self.policy_version += has_changed
+        self.nonfinite_in_a_row = 0 if is_finite else self.nonfinite_in_a_row + 1
+
+    def step_done(self) -> None:
+        """Count a complete optimizer step."""
+        self.global_step += 1
+
+    def mark_saved(self) -> None:
+        """Note that the weights are saved."""
+        self.saved_version = self.policy_version
+
+    def restore(self, state: Mapping[str, int]) -> None:
+        """Continue at the position of a checkpoint. The number of the run's steps may be another one."""
+        vars(self).update(state, max_steps=self.max_steps)
 
 
 @dataclass(frozen=True)

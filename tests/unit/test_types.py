@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rl_vlm.types import Completion, Context, Observation, Prompt, Sample, pad_split
+from rl_vlm.types import Completion, Context, Observation, Progress, Prompt, Sample, pad_split
 
 
 def observation(*token_ids: int) -> Observation:
@@ -125,3 +125,20 @@ def test_a_part_of_a_completion_has_the_tokens_of_its_contexts():
     assert [path.token_ids.tolist() for path in part.paths] == [[70, 3], [4, 5, 6]]
     assert part.token_ids.tolist() == [3, 4, 5, 6] and len(part.generator_logprobs) == 4
     assert (completion.span(range(1)), completion.span(range(1, 3))) == (slice(0, 2), slice(2, 6))
+
+
+def test_the_position_of_a_run_counts_updates_and_skipped_steps():
+    progress = Progress(max_steps=9)
+    for has_changed, is_finite in ((True, True), (False, True), (False, False), (False, False)):
+        progress.update_done(has_changed, is_finite)
+        progress.step_done()
+    assert progress == Progress(9, global_step=4, policy_version=1, nonfinite_in_a_row=2)
+    progress.mark_saved()
+    progress.update_done(True, True)
+    assert progress == Progress(9, global_step=4, policy_version=2, saved_version=1)
+
+
+def test_a_resumed_run_may_have_another_number_of_steps():
+    progress = Progress(max_steps=9)
+    progress.restore({"max_steps": 4, "global_step": 3, "policy_version": 2, "saved_version": 1})
+    assert progress == Progress(9, global_step=3, policy_version=2, saved_version=1)
