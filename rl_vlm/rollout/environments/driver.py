@@ -12,8 +12,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 
-import torch
-
 from rl_vlm.data.tool_calls import CLOSE
 from rl_vlm.data.turns import TurnFormat
 from rl_vlm.distributed.collectives import Collectives
@@ -95,7 +93,7 @@ class Trajectories:
             if member.kind is None or (instance := self.instances.acquire(member.kind)) is None:
                 yield prompt
                 continue
-            member.instance = instance
+            member.enter(instance)
             course = Course(self.turns.reset(member, seed))
             course.resume()
             settle([course], self.limits.tool_timeout)
@@ -158,7 +156,7 @@ class Trajectories:
         """
         while waiting and (instance := self.instances.acquire(waiting[0].kind)) is not None:
             member, others_run = waiting.popleft(), True
-            member.instance = instance
+            member.enter(instance)
             yield Course(self.steps(member, sampling)), member
         if waiting and not others_run:
             raise RolloutError(
@@ -192,16 +190,7 @@ class Trajectories:
 
     def free(self, member: Member) -> None:
         """Free the instance of a completion, or keep it until `release`."""
-        instance, completion = member.instance, member.completion
-        assert instance is not None
-        member.instance = None
-        if not len(completion.token_ids):  # a fault before the first token; it is not trained on
-            first = member.prompt.token_ids[:1]
-            completion = replace(completion, token_ids=first, generator_logprobs=torch.zeros(1))
-        if member.kind is not None:
-            live = instance.environment if self.keeps_instances and not instance.is_lost else None
-            completion = replace(completion, environment=live, environment_name=member.kind.name)
-        member.completion = completion
+        instance = member.leave(self.keeps_instances)
         if self.keeps_instances:
             self.kept.append(instance)
         else:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+import torch
+
 from rewards.contract import Fault, FaultKind
 from rl_vlm.data.turns import ParsedTurn, TurnFormat
 from rl_vlm.rollout.environments.contract import EnvironmentKind, Schema
@@ -58,6 +60,14 @@ class Member:
     def is_active(self) -> bool:
         return self.completion.is_paused
 
+    def enter(self, instance: Instance) -> None:
+        """Run in this instance of the environment."""
+        self.instance = instance
+
+    def start_with(self, prompt: Prompt) -> None:
+        """Start with a prompt of its own."""
+        self.completion = replace(self.completion, start=prompt)
+
     def take(self, group: Group) -> None:
         """Add the turn that an engine has sampled, in a group of its request."""
         new = group.completions[self.index]
@@ -66,6 +76,10 @@ class Member:
             finish_reason=new.finish_reason, text=new.text, contexts=new.contexts, pending=None, edited=(),
             fault=new.fault,
         )  # fmt: skip
+
+    def go_on(self, completion: Completion, observations: list[Observation]) -> None:
+        """Continue with the next turn, after the observations of the current context."""
+        self.completion, self.observations = completion, observations
 
     def end(self, reason: FinishReason, turn: Turn | None = None, fault: Fault | None = None) -> None:
         """End the completion, with its last turn."""
@@ -77,6 +91,24 @@ class Member:
     def fail(self, kind: FaultKind, message: str, turn: Turn | None = None) -> None:
         """End the completion as a fault."""
         self.end("fault", turn, Fault(kind, writable(message)))
+
+    def add_reward(self, reward: float | None) -> None:
+        """Add the reward of the environment. None if it does not apply."""
+        self.completion = replace(self.completion, environment_reward=reward)
+
+    def leave(self, keeps_environment: bool) -> Instance:
+        """Leave the instance, and return it. Reward functions may look at its environment if it is kept."""
+        instance, completion = self.instance, self.completion
+        assert instance is not None
+        self.instance = None
+        if not len(completion.token_ids):  # a fault before the first token; it is not trained on
+            first = self.prompt.token_ids[:1]
+            completion = replace(completion, token_ids=first, generator_logprobs=torch.zeros(1))
+        if self.kind is not None:
+            live = instance.environment if keeps_environment and not instance.is_lost else None
+            completion = replace(completion, environment=live, environment_name=self.kind.name)
+        self.completion = completion
+        return instance
 
 
 class Running(NamedTuple):

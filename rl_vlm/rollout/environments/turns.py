@@ -89,7 +89,7 @@ class TurnRunner:
         try:
             contents = [member.instance.finish(call, self.limits.tool_timeout) for call in calls]
             if any(content is not None for content in contents):
-                member.completion = replace(member.completion, start=self.starting_prompt(member, *contents))
+                member.start_with(self.starting_prompt(member, *contents))
         except ToolFailure as failure:
             member.instance.drop(calls)
             member.fail(failure.fault_in("reset"), f"reset: {failure.message}")
@@ -162,7 +162,7 @@ class TurnRunner:
             if num_characters(turn.results) > CHARACTERS_PER_TOKEN * max_tokens:
                 return member.end("length", replace(turn, results=()))
             seen = rendered(member.format, member.name, completion.last_turn.tolist(), turn)
-            going_on = self.going_on(member, replace(completion, turns=(*completion.turns, turn)), seen)
+            going_on, observations = self.going_on(member, replace(completion, turns=(*completion.turns, turn)), seen)
         except ToolFailure as failure:
             assert member.instance is not None
             member.instance.drop([call for call in running.calls if isinstance(call, QueuedCall)])
@@ -171,19 +171,22 @@ class TurnRunner:
             return member.fail("observation", str(error), running.seen())
         if going_on.length_so_far >= max_tokens:
             return member.end("length", replace(turn, results=()))
-        member.completion = going_on
-        return None
+        return member.go_on(going_on, observations)
 
-    def going_on(self, member: Member, completion: Completion, seen: Observation) -> Completion:
-        """Return the completion before its next turn, which follows `seen`. Edit its context if that is due."""
+    def going_on(
+        self, member: Member, completion: Completion, seen: Observation
+    ) -> tuple[Completion, list[Observation]]:
+        """Return the completion before its next turn, which follows `seen`, and the observations of its context.
+
+        Edit the context if that is due.
+        """
         policy, observations = self.limits.context_policy, [*member.observations, seen]
         if policy is None or not policy.is_due(completion, observations):
             edited = ()
         else:
             observations = policy.edit(completion, completion.turns, observations, partial(rendered, member.format))
             edited = read_again(completion, observations)
-        member.observations = observations
-        return replace(completion, finish_reason="paused", pending=seen, edited=edited)
+        return replace(completion, finish_reason="paused", pending=seen, edited=edited), observations
 
     def results_seen(self, running: Running) -> tuple[Turn, None]:
         """Wait for the calls of a turn. Raises ToolFailure if the environment has failed."""
@@ -234,8 +237,7 @@ class TurnRunner:
             return
         assert member.instance is not None
         if member.takes_steps:
-            rewards = sum(turn.reward or 0.0 for turn in member.completion.turns)
-            member.completion = replace(member.completion, environment_reward=rewards)
+            member.add_reward(sum(turn.reward or 0.0 for turn in member.completion.turns))
         if member.kind is not None and member.kind.has_method("get_reward"):
             call = member.instance.method("get_reward", {}, read_reward)
             yield call
@@ -245,8 +247,7 @@ class TurnRunner:
         """Add the reward that `get_reward` returned: a number, or None if it does not apply."""
         assert member.instance is not None
         try:
-            reward = member.instance.finish(call, self.limits.tool_timeout)
-            member.completion = replace(member.completion, environment_reward=reward)
+            member.add_reward(member.instance.finish(call, self.limits.tool_timeout))
         except ToolFailure as failure:
             member.fail(failure.fault_in("get_reward"), failure.message)
 
