@@ -249,7 +249,7 @@ class Collector(WindowSource):
         self.window = window and self.balanced(window, StepMetrics())
         self.next_window = coming and replace(coming, window=self.balanced(coming.window, coming.metrics))
         if self.partial_rollouts is not None:
-            self.partial_rollouts.in_flight = in_flight
+            self.partial_rollouts.restore(in_flight)
         if state["sent_version"] == progress.policy_version:
             self.sync(progress, 1, StepMetrics())
 
@@ -278,11 +278,10 @@ class Collector(WindowSource):
         except BaseException:
             self.window = position["window"]
             self.loader.load_state_dict(position["loader"])
-            # An engine that slept in the block may not have kept its weights.
-            self.engine.sent_version = min(position["sent_version"], self.engine.sent_version)
+            self.engine.forget_syncs(position["sent_version"])
             restore_random_states(position["random"])
             if self.partial_rollouts is not None:
-                self.partial_rollouts.in_flight = position["in_flight"]
+                self.partial_rollouts.restore(position["in_flight"])
             raise
 
     def state_at(self, progress: Progress) -> TrainerState:

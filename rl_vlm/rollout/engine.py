@@ -137,6 +137,10 @@ class SyncedEngine:
         self.sent_version = version
         return num_bytes
 
+    def forget_syncs(self, version: int) -> None:
+        """Forget later syncs than that of `version`. An engine that has slept since then stays without weights."""
+        self.sent_version = min(version, self.sent_version)
+
     def sleep(self) -> None:
         """Free the engine's memory on the trainer's device. Weights that it does not keep are sent again."""
         if not self.engine.sleep():

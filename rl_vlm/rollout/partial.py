@@ -60,6 +60,10 @@ class PartialRollouts:
         self.max_rollout_tokens = max_rollout_tokens
         self.in_flight: list[InFlight] = []
 
+    def restore(self, in_flight: list[InFlight]) -> None:
+        """Restore the groups in flight, from a checkpoint or from before a step that failed."""
+        self.in_flight = in_flight
+
     def finish(
         self,
         requests: Mapping[Draw, RolloutRequest],
