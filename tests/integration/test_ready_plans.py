@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.dry_runs import ROOT, opening_comment
-from tests.helpers.ready_plans import PLANNED, SIZES, ReadyPlan
+from tests.integration.ready_plans import PLANNED, SIZES, ReadyPlan
 
 TABLE = (ROOT / "docs/configs.md").read_text()
 
@@ -14,7 +14,7 @@ TABLE = (ROOT / "docs/configs.md").read_text()
 @pytest.mark.slow
 @pytest.mark.parametrize("path", PLANNED, ids=lambda path: path.stem)
 def test_a_ready_file_says_what_is_planned_and_the_smallest_hardware(path: Path) -> None:
-    """After a wanted change of a plan: `python -m tests.helpers.ready_plans`, and write its lines."""
+    """After a wanted change of a plan: `python -m tests.integration.ready_plans`, and write its lines."""
     found = ReadyPlan.of(path)
     assert found.line in opening_comment(path).replace("\n# ", " ")
     row = next(line for line in TABLE.splitlines() if f"`{path.name}`" in line)

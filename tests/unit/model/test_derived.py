@@ -12,10 +12,10 @@ from rl_vlm.model.derived import derived_family, empty_model, names_used, runs_w
 from rl_vlm.model.families import FAMILIES, family_of
 from rl_vlm.model.family import Family, positions_after_videos, rope_positions, text_positions
 from rl_vlm.tiny.tokenizer import DEFAULT_CORPUS, train_tokenizer
-from tests.helpers.type_census import outcome_of_facts
 from tests.tiny.build import TINY_FAMILIES
 from tests.tiny.rare import CONFIGS
 from tests.tiny.unlisted import UNLISTED
+from tests.unit.model.type_census import outcome_of_facts
 
 OTHERWISE = {
     "mllama": "it has no get_image_features",

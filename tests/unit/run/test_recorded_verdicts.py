@@ -1,4 +1,4 @@
-"""Recorded runs of known outcome, each called by its name. `tests/helpers/verdict_runs.py` says how each is known."""
+"""Recorded runs of known outcome, each called by its name. `verdict_runs.py` says how each is known."""
 
 import json
 import shutil
@@ -8,7 +8,7 @@ import pytest
 
 from rl_vlm.run.verdict import Outcome, judge
 from tests.helpers.run_directory import evidence_in
-from tests.helpers.verdict_runs import RECORDS, RUNS
+from tests.unit.run.verdict_runs import RECORDS, RUNS
 
 pytestmark = pytest.mark.ci
 

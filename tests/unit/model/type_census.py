@@ -1,8 +1,8 @@
 """What becomes of every image-text type of the installed transformers.
 
-python -m tests.helpers.type_census              trains tiny models of types without a row, and writes the list of
-                                                 docs/families.md
-python -m tests.helpers.type_census emu3 fuyu    writes the lines of these types again
+python -m tests.unit.model.type_census              trains tiny models of types without a row, and writes the list of
+                                                    docs/families.md
+python -m tests.unit.model.type_census emu3 fuyu    writes the lines of these types again
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Runs of known outcome, whose metrics and completions are in `tests/data/verdicts`.
 
-python -m tests.helpers.verdict_runs FOLDER [NAME …]    # train those that FOLDER lacks, and record all (an hour)
+python -m tests.unit.run.verdict_runs FOLDER [NAME …]    # train those that FOLDER lacks, and record all (an hour)
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rl_vlm.run.run import train
 from tests.helpers import verdict_tasks
 from tests.helpers.verdict_tasks import FAMILY, TASK
 
-RECORDS = Path(__file__).parents[1] / "data" / "verdicts"
+RECORDS = Path(__file__).parents[2] / "data" / "verdicts"
 TASKS = verdict_tasks.__name__
 DIGITS = 4
 """Significant digits of a recorded metric."""

@@ -1,6 +1,6 @@
 """Memory plans of the ready files, as their opening comments and `docs/configs.md` give them.
 
-`python -m tests.helpers.ready_plans [NAME …]` prints them.
+`python -m tests.integration.ready_plans [NAME …]` prints them.
 """
 
 import re
