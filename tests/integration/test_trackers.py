@@ -92,10 +92,17 @@ def test_an_error_of_a_tracker_does_not_end_the_run(table, tmp_path, caplog):
     assert "rollouts of step 3 were not sent to tensorboard" in caplog.text
 
 
-def test_a_tracker_without_tables_gets_metrics_alone(table, tmp_path):
+def test_a_tracker_without_tables_gets_metrics_alone(table, tmp_path, caplog):
     class Other:
         name = "mlflow"
 
+        def log(self, values: dict[str, float], step: int) -> None:
+            sent.append((values, step))
+
+    sent: list[tuple[dict[str, float], int]] = []
     trackers = Trackers(LogConfig(), str(tmp_path))
     trackers.accelerator.trackers = [Other()]
+    trackers.report({"reward": 0.75}, 3)
     trackers.report_rollouts(table, 3)
+    assert sent == [({"reward": 0.75}, 3)]
+    assert caplog.messages == []

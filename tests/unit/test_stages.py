@@ -55,9 +55,15 @@ def test_a_block_that_fails_leaves_no_stage_open():
 
 
 def test_a_listener_overrides_what_it_needs():
-    stages = Stages(Listener())
-    with stages.run(Stage.SAVE), stages.passes(Stage.SAVE), stages.work(None):
-        pass
+    class Items(Listener):
+        def work(self, work: object) -> AbstractContextManager[None]:
+            return Diary("a", lines).noted(work)
+
+    lines: list[str] = []
+    stages = Stages(Items())
+    with stages.run(Stage.SAVE), stages.passes(Stage.SAVE), stages.work("micro-batch"):
+        lines.append("-")
+    assert lines == ["a > micro-batch", "-", "a < micro-batch"]
 
 
 def test_metrics_announce_the_stages_that_they_time():

@@ -298,7 +298,9 @@ def test_ranks_that_leave_are_not_lost():
 
 def test_the_position_is_that_of_the_main_thread():
     mark_progress()
-    assert position().splitlines()[-1].endswith("in position") or "test_the_position" in position()
+    *outer, innermost = position().splitlines()
+    assert innermost.endswith(" in position")
+    assert any(line.endswith(" in test_the_position_is_that_of_the_main_thread") for line in outer)
     found = []
     in_thread(lambda: found.append(position())).join()
     assert "in test_the_position_is_that_of_the_main_thread" in found[0]

@@ -336,7 +336,8 @@ def test_a_window_without_a_reward_is_an_error_that_names_the_fault_and_leaves_t
 
 
 def test_one_reward_is_enough():
-    make_collector(Script(a="x x", b="x 0", c="x x"), 0).current(Progress(max_steps=1), StepMetrics())
+    window = make_collector(Script(a="x x", b="x 0", c="x x"), 0).current(Progress(max_steps=1), StepMetrics())
+    assert [scored.valid_G.tolist() for scored in window.groups] == [[F, F], [F, T], [F, F]]
 
 
 def test_a_window_is_that_of_all_ranks():
@@ -382,7 +383,8 @@ def test_one_fault_of_a_function_that_must_not_fail_ends_the_run():
 
 def test_completions_without_a_fault_need_no_tolerance():
     collector = make_collector(Script(a="- 0", b="0 1", c="- -"), 0, max_fault_fraction=0.0)
-    collector.current(Progress(max_steps=1), StepMetrics())
+    window = collector.current(Progress(max_steps=1), StepMetrics())
+    assert [scored.valid_G.tolist() for scored in window.groups] == [[F, T], [T, T], [F, F]]
 
 
 def test_time_of_all_rounds_adds_up(monkeypatch):

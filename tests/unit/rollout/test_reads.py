@@ -134,10 +134,13 @@ def test_frames_as_images_have_the_reads_of_their_video():
     assert reads[-1] == sample.reads[-1]
 
 
-def test_a_checkpoint_without_reads_is_restored():
+def test_a_checkpoint_without_reads_is_restored_with_any_pixels():
     state = prompt_state(DRAW, prompt_of(read()))
     del state["reads"]
-    prompt_from_state(state, Rebuilder(lambda draw: prompt_of(read())))
+    Image.new("RGB", (4, 2), (1, 2, 3)).save("a.png")
+    draw, prompt = prompt_from_state(state, Rebuilder(lambda draw: prompt_of(read())))
+    assert draw == DRAW
+    assert prompt.sample.images[0].getpixel((0, 0)) == (1, 2, 3)
 
 
 def test_the_digest_is_of_the_pixels():

@@ -18,7 +18,7 @@ from rl_vlm.data.turns import TurnFormat
 from rl_vlm.tiny.build import build_tiny
 from rl_vlm.tiny.families import TINY_FAMILIES
 from rl_vlm.tiny.warm_up import completion_of, random_answers, warm_up
-from tests.helpers.tiny_run import ROWS
+from tests.helpers.tiny_run import NUM_ROWS, ROWS
 
 ANSWERS = ["<answer>yes</answer>", "<answer>no</answer>"]
 
@@ -47,7 +47,9 @@ def test_the_loss_of_random_answers_falls_to_their_entropy(tmp_path: Path, caplo
 
 def test_fewer_rows_than_images_are_enough(tmp_path: Path):
     build_tiny("qwen2_5_vl", tmp_path, hidden_size=48)
-    warm_up(tmp_path, DataConfig(dataset_name=ROWS), random_answers(ANSWERS, 0), num_steps=1, num_images=100)
+    answers = iter(ANSWERS * 50)
+    warm_up(tmp_path, DataConfig(dataset_name=ROWS), answers, num_steps=2, num_images=100)
+    assert len(list(answers)) == 100 - 2 * NUM_ROWS
 
 
 def test_a_trajectory_has_the_turns_and_what_the_tool_shows(tmp_path: Path):
