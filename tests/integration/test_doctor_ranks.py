@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from rl_vlm.config.describe import to_yaml
+from rl_vlm.passes.proof import AGAIN, OWN_FORWARD
 from rl_vlm.rollout.vllm.process import LOOPBACK, free_port
 from rl_vlm.tools.checks import ranks
 from rl_vlm.tools.checks.diagnosis import Note
@@ -67,10 +68,8 @@ def test_machines_that_are_the_same_have_no_finding(tiny_checkpoint, tmp_path):
     assert statuses == [0, 0] and found["findings"] == []
     assert found["checked"][0].startswith("2 ranks: ") and found["not_checked"] == []
     proof = [line for line in found["checked"] if line.startswith("before the first step: ")]
-    assert proof[0].startswith("before the first step: dense rows and the same rows once more differ in log-probs")
-    assert any(
-        line.startswith("before the first step: dense rows and the model's own forward differ") for line in proof
-    )
+    assert proof[0].startswith(f"before the first step: {AGAIN} differ in log-probs")
+    assert any(line.startswith(f"before the first step: {OWN_FORWARD} differ") for line in proof)
     assert found["checked"][-1] == "two steps of the run on 2 ranks, and a checkpoint"
     assert not list((tmp_path / "a").glob(".rl-vlm-doctor*"))
 

@@ -23,6 +23,7 @@ from rl_vlm.data.samples import load_rows
 from rl_vlm.errors import ConfigError, ModelError, RolloutError
 from rl_vlm.evaluation.options import EvaluationOptions
 from rl_vlm.log.starts import read_starts
+from rl_vlm.passes.proof import AGAIN, OTHER_IMAGES, OTHER_PROMPTS, OWN_FORWARD, ROLLOUTS, SIBLINGS
 from rl_vlm.rollout.hf import HFEngine
 from rl_vlm.run.run import train
 from rl_vlm.tools.report.build import build_page
@@ -62,12 +63,12 @@ def test_the_model_is_proven(tiny_checkpoint, tmp_path, monkeypatch):
     (start,) = read_starts(tmp_path / "right" / "evaluation")
     results = {each["check"].partition(" differ")[0]: each["result"] for each in start["proof"]["checks"]}
     assert results == {
-        "dense rows and the same rows once more": "holds",
-        "dense rows and the model's own forward": "holds",
-        "the run's rows and rows beside other completions": "holds",
-        "the run's rows and rows with other images": "holds",
-        "the run's rows and rows with the prompt of another row were not checked: there is one prompt": "untried",
-        "rollouts and dense rows": "holds",
+        AGAIN: "holds",
+        OWN_FORWARD: "holds",
+        SIBLINGS: "holds",
+        OTHER_IMAGES: "holds",
+        f"{OTHER_PROMPTS} were not checked: there is one prompt": "untried",
+        ROLLOUTS: "holds",
     }
     evaluate_run(make_config(tiny_checkpoint, tmp_path / "off", verify="off", **given))
     assert read_starts(tmp_path / "off" / "evaluation")[0]["proof"] == {}

@@ -243,7 +243,7 @@ def test_auto_takes_the_checkpoint_before_a_truncated_one(tiny_checkpoint, tmp_p
     truncated = tmp_path / "killed" / "checkpoint-3" / "model.safetensors"
     os.truncate(truncated, truncated.stat().st_size - 1)
     assert store.find("auto", tmp_path / "killed") == tmp_path / "killed" / "checkpoint-2"
-    with pytest.raises(CheckpointError, match=r"checkpoint-3 is not a complete.*: checkpoint-1, checkpoint-2"):
+    with pytest.raises(CheckpointError, match=r"checkpoint-3 .*: checkpoint-1, checkpoint-2"):
         store.find(str(truncated.parent), tmp_path / "killed")
     train(resumed(config))
     assert_same_run(tmp_path / "killed", tmp_path / "straight")

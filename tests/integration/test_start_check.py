@@ -131,7 +131,7 @@ def test_logits_that_are_not_the_models_own_end_the_run(tmp_path: Path) -> None:
     config["text_config"] |= {"model_type": "granite", "logits_scaling": 2.0}
     (checkpoint / "config.json").write_text(json.dumps(config))
     trainer, groups = trainer_of(checkpoint)
-    with pytest.raises(ModelError, match="Dense rows and the model's own forward differ on this CPU in log-probs by"):
+    with pytest.raises(ModelError, match="own forward differ on this CPU in log-probs by"):
         trainer.start_check.run(groups)
 
 
@@ -339,17 +339,16 @@ def test_a_tower_that_runs_apart_has_gradients_elsewhere(tmp_path: Path) -> None
     assert all(check.holds for check in proof.checks) and proof.checks[-1].of == GRADIENTS
     tower = len(trainer.policy.family.vision_parameters(trainer.policy.transformer))
     of_text = len(list(trainer.policy.parameters())) - tower
-    assert str(proof.checks[-1]) == (
-        f"trained weights have a gradient: {of_text} of {of_text}; {tower} of the vision tower were not tried, "
-        "since it runs apart from the rows"
-    )
+    found = str(proof.checks[-1])
+    assert f": {of_text} of {of_text}; {tower} of the vision tower " in found
+    assert found.endswith(", since it runs apart from the rows")
 
 
 def test_rows_without_an_image_say_nothing_of_the_tower(tmp_path: Path) -> None:
     checkpoint = sharp_checkpoint("qwen2_5_vl", tmp_path)
     groups = make_groups(checkpoint, [([], [9, 4])])
     check = make_trainer(make_policy(checkpoint), groups).start_check.run(groups).checks[-1]
-    assert str(check).endswith("of the vision tower were not tried, since no prompt has an image")
+    assert str(check).endswith("since no prompt has an image")
     frozen = make_policy(checkpoint, freeze_vision_tower=True)
     assert str(make_trainer(frozen, groups).start_check.run(groups).checks[-1]) == "trained weights all have a gradient"
 

@@ -64,7 +64,7 @@ def test_a_bad_video_in_mid_run_leaves_a_checkpoint_to_resume_from(
         if line["step"] == 2:
             write_video(video, 255 - moving_frames(29, 32, 32))
 
-    reason = "it has changed since the check before the run"
+    reason = "it has changed"
     with monkeypatch.context() as patch:
         if way == "replaced":
             patch.setattr(Run, "write_metrics", replace_after_two)

@@ -110,4 +110,4 @@ def test_turns_of_verl_count_with_tools(given: dict, expected: dict):
 
 @pytest.mark.parametrize("key", ["multi_turn_scheduler", "actor_rollout_ref.rollout.multi_turn.tool_config_path"])
 def test_tools_of_others_are_named(key: str):
-    assert str(instead_of(key)).startswith("write `rollout.tools`, functions with type hints")
+    assert str(instead_of(key)).startswith("write `rollout.tools`, ")

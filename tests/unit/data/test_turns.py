@@ -200,11 +200,10 @@ def test_a_problem_is_told_by_the_user(template: str, tmp_path: Path):
     ids = turn(builder, '<tool_call>\n{"name": "crop"\n</tool_call>', END)
     parsed = turns.parse(ids)
     assert parsed.calls == () and parsed.content == parsed.text == '<tool_call>\n{"name": "crop"\n</tool_call>'
-    assert parsed.problem == "a call is not valid JSON: Expecting ',' delimiter: line 3 column 1 (char 17)"
+    assert parsed.problem and parsed.problem.endswith("JSON: Expecting ',' delimiter: line 3 column 1 (char 17)")
     found = turns.observe("o", ids, [], [result(f"{parsed.problem}.")], [[]])
     assert builder.processor.tokenizer.decode(found.token_ids) == (
-        "\n<|im_start|>user\n<tool_response>\na call is not valid JSON: Expecting ',' delimiter: line 3 column 1 "
-        "(char 17).\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+        f"\n<|im_start|>user\n<tool_response>\n{parsed.problem}.\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
     )
 
 

@@ -33,7 +33,7 @@ def test_dry_run_prints_the_resolved_run(config, capsys):
     assert "  max_steps: 10\n" in printed
     assert "# Optimizer step: 1 prompts × 8 = 8 completions, all on one process.\n" in printed
     assert "# Checked: reward functions choice.\n" in printed
-    assert "# Not checked: train data: d is not here and is taken for a name on the hub.\n" in printed
+    assert "# Not checked: train data: d is not here" in printed
 
 
 def test_an_evaluation_sets_the_allocator_before_it_starts(config, capsys, monkeypatch):
@@ -108,8 +108,8 @@ def test_ranges_that_are_none(text, config, capsys):
         (["chat", "LIST"], "adapter_config.json holds no JSON object"),
         (["plan", "CONFIG", "--gpu-memory", "80GB", "--picture", "nowhere/x.png"], "there is no directory nowhere"),
         (["plan", "CONFIG", "--gpu-memory", "80GB", "--picture", "FOLDER"], "it is a directory; name a file"),
-        (["plan", "CONFIG", "--gpu-memory", "80GB", "--picture", "x"], "has no ending of a picture: .png, .svg, .pdf"),
-        (["plan", "CONFIG", "--gpu-memory", ""], "`--gpu-memory` '' is neither a size nor a known card"),
+        (["plan", "CONFIG", "--gpu-memory", "80GB", "--picture", "x"], "--picture x has no ending"),
+        (["plan", "CONFIG", "--gpu-memory", ""], "`--gpu-memory` ''"),
         (["plan", "CONFIG", "--gpu-memory", "80GB", "--config_file", "a\0b"], "is no path here: embedded null byte"),
         (["plan", "CONFIG", "--gpu-memory", "80GB", "--config_file", ""], "argument --config_file: it is empty"),
         (["doctor", "CONFIG", "--json", "nowhere/x"], "--json nowhere/x cannot be written: there is no directory"),
@@ -212,11 +212,8 @@ def test_the_log_is_shown_while_a_command_runs(config, capsys, monkeypatch, rank
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("train", "Interrupted. There is no checkpoint in {}/run to resume from."),
-        (
-            "eval",
-            "Interrupted. Finished samples are kept in {}/run/evaluation; the same command continues with the others.",
-        ),
+        ("train", "Interrupted. There is no checkpoint in {}/run"),
+        ("eval", "Interrupted. Finished samples are kept in {}/run/evaluation;"),
     ],
 )
 def test_ctrl_c_ends_a_command_without_frames(config, name, said, capsys, monkeypatch, tmp_path):
@@ -227,7 +224,8 @@ def test_ctrl_c_ends_a_command_without_frames(config, name, said, capsys, monkey
 
     monkeypatch.setitem(cli.COMMANDS, name, interrupted)
     assert cli.main([name, config, f"output_dir={tmp_path}/run"]) == 130
-    assert capsys.readouterr().err == f"\n{said.format(tmp_path)}\n"
+    blank, line = capsys.readouterr().err.splitlines()
+    assert blank == "" and line.startswith(said.format(tmp_path))
 
 
 @pytest.mark.parametrize(("module", "name"), [(train, "train"), (evaluate, "eval")])

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from launch import cli
+from rl_vlm.config.elsewhere import instead_of
 from tests.helpers.pages import ROOT, block
 
 
@@ -74,8 +75,7 @@ def output(text: str, tmp_path: Path, capsys, *words: str) -> str:
          ["  turn_advantages: gigpo", "  turn_discount: 0.95", "  turn_weight: 0.5", "  scale_rewards: none",
           "  max_turns: 15", "  num_generations: 4"]),
         (VERL + "algorithm.adv_estimator=gigpo env.env_name=Sokoban env.history_length=4",
-         ["# - line 1: env.env_name: Sokoban: write `rollout.environment`, with `rollout.environment_protocol: steps`; "
-          "arguments are `rollout.environment_kwargs`",
+         [f"# - line 1: env.env_name: Sokoban: {instead_of('env.env_name')}",
           "# - line 1: env.history_length: 4: leave it out: the model sees the whole conversation at every turn"]),
         (VERL + "algorithm.gamma=0.95",
          ["# - line 1: algorithm.gamma: 0.95: the advantage of a completion is that of its tokens"]),

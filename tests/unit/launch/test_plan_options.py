@@ -88,7 +88,7 @@ def test_the_help_and_the_page_name_the_formats_of_a_picture():
         (["--gpus", "0"], "--gpus and --nodes must be at least 1"),
         (["--gpus", "many"], "argument --gpus: invalid int value: 'many'"),
         (["--nodes", "-1", "--gpu-memory", "80GB"], "--gpus and --nodes must be at least 1"),
-        (["--gpu-memory", "h1000"], "neither a size nor a known card (did you mean 'h100'?)"),
+        (["--gpu-memory", "h1000"], "(did you mean 'h100'?)"),
         (["--sharding", "zero4"], "argument --sharding: invalid choice: 'zero4'"),
         (["--picture", "plan.txt"], "--picture plan.txt has no ending of a picture: .png, .svg, .pdf"),
         (["--picture", "nowhere/plan.png"], "--picture"),

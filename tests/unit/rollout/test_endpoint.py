@@ -142,7 +142,7 @@ def test_a_malformed_answer_is_named_after_the_last_try(content, monkeypatch):
 
     monkeypatch.setattr(http, "FIRST_PAUSE", 0.001)
     monkeypatch.setattr(http, "send", send)
-    with pytest.raises(RolloutError, match=r"answers with something else than JSON: .* \(2 tries\)"):
+    with pytest.raises(RolloutError, match=r"JSON: .* \(2 tries\)"):
         client.post({}, "s")
 
 

@@ -58,5 +58,5 @@ def test_vllm_takes_one_video_of_glm(tmp_path: Path) -> None:
 def test_a_model_without_an_input_for_videos_gets_frames_as_images(tmp_path: Path) -> None:
     checkpoint = build_tiny("llava", tmp_path)
     assert [format_of(checkpoint, wanted) for wanted in ("auto", "frames")] == ["frames", "frames"]
-    with pytest.raises(ConfigError, match="video_format: native needs a model with an input for videos, and llava is"):
+    with pytest.raises(ConfigError, match=r"video_format: native .* llava is"):
         format_of(checkpoint, "native")

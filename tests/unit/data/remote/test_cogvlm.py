@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,7 @@ def test_parts_of_a_conversation_have_no_first_token(checkpoint: Path) -> None:
             conversation(("user", "?"), ("assistant", "So")),
             "with a question last, and these messages are of user, assi",
         ),
-        (sample_of(f"What is {IMAGE}?", SQUARE), "which the model reads as a place for pixels"),
+        (sample_of(f"What is {IMAGE}?", SQUARE), re.escape(IMAGE)),
     ],
 )
 def test_prompts_that_the_code_cannot_build_are_refused(checkpoint: Path, sample: Sample, reason: str) -> None:
@@ -97,9 +98,7 @@ def test_prompts_that_the_code_cannot_build_are_refused(checkpoint: Path, sample
 
 
 def test_the_code_chooses_the_size_of_images(checkpoint: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"data.max_pixels has no effect on .*, whose code chooses the size of images"
-    ):
+    with pytest.raises(ConfigError, match=r"data\.max_pixels"):
         load_processor(str(checkpoint), settings(checkpoint), DataConfig(max_pixels=400))
 
 

@@ -208,7 +208,7 @@ def test_sizes_and_lengths_are_limited_before_a_frame_is_decoded(tmp_path):
     path = write_video(tmp_path / "a.mp4", FRAMES)
     far = write_video(tmp_path / "far.mp4", moving_frames(900, 16, 16), key_every=10**6)
     cases: tuple[tuple[Path, dict[str, Any], str], ...] = (
-        (path, {"max_image_pixels": 3071}, r"64 × 48 = 3072 pixels are more than data.max_image_pixels = 3071"),
+        (path, {"max_image_pixels": 3071}, r"64 × 48 = 3072 pixels .* data.max_image_pixels = 3071"),
         (path, {"max_video_seconds": 1.9}, r"2 s are more than data.max_video_seconds = 1.9"),
         (far, {"num_frames": 4}, r"900 frames would have to be decoded, over 200 for each"),
     )

@@ -112,9 +112,9 @@ def test_a_column_tells_the_rate_of_given_frames():
 @pytest.mark.parametrize(
     "columns, message",
     [
-        ({"fps": 30}, "column video, a.mp4: .* fps beside a video file would have no effect; set data.fps. Leave a"),
-        ({"nframes": 8}, "nframes beside the video would have no effect; set data.num_frames"),
-        ({"max_pixels": 99}, "max_pixels beside the video would have no effect; set data.video_max_pixels"),
+        ({"fps": 30}, "column video, a.mp4: .* fps beside .* set data.fps. Leave a"),
+        ({"nframes": 8}, "nframes .* set data.num_frames"),
+        ({"max_pixels": 99}, "max_pixels .* set data.video_max_pixels"),
         ({"video_start": "2"}, "video_start of the video is '2', expected a number"),
         ({"video_end": 9.0}, "do not select a part of the video, which has 2 seconds"),
         ({"video_start": [0, 1]}, "row 1: column video_start has 2 values, and the row has 1 videos"),
@@ -137,12 +137,12 @@ def test_video_root_is_the_folder_of_relative_paths():
     assert len(load(row, video_root="clips")[0].videos) == 1
     Path("a.png").rename("clips/a.png")
     assert len(load(row, image_root="clips")[0].videos) == 1
-    with pytest.raises(DataError, match=r"data.video_root none is no directory; name the folder of its videos"):
+    with pytest.raises(DataError, match=r"data.video_root none .* videos"):
         load(row, video_root="none")
 
 
 def test_text_only_refuses_videos():
-    with pytest.raises(DataError, match=r"column video holds a video, and data.text_only is set"):
+    with pytest.raises(DataError, match=r"column video .* data.text_only"):
         load({"prompt": "?", "video": "a.mp4"}, text_only=True)[0]
 
 

@@ -119,7 +119,7 @@ def test_equal_clips_have_equal_files_and_other_rates_another_one():
         (clip([FRAMES[0], FRAMES[0][:2]]), DataError, "The frames of a video have one size"),
         (clip([]), DataError, "its list of frames is empty"),
         (clip(3), DataError, "found a int"),
-        (clip(FRAMES, nframes=2), DataError, "nframes beside the video would have no effect; set data.num_frames"),
+        (clip(FRAMES, nframes=2), DataError, "nframes .* set data.num_frames"),
         (clip("https://x.org/a.mp4"), DataError, "URLs are not fetched"),
         (clip(None), ValueError, "a block of type 'video' has no text, image or video"),
     ],
@@ -130,8 +130,8 @@ def test_videos_that_are_refused(block: dict[str, Any], error: type[Exception], 
 
 
 @pytest.mark.parametrize(("fields", "message"), [
-    ({"fps": 4}, "fps beside a video file would have no effect; set data.fps"),
-    ({"video_start": 3}, "not select a part of the video, which has 2 seconds"),
+    ({"fps": 4}, "fps .* set data.fps"),
+    ({"video_start": 3}, "which has 2 seconds"),
 ])  # fmt: skip
 def test_files_that_are_refused_name_the_file(fields: dict[str, Any], message: str, tmp_path: Path):
     with pytest.raises(DataError, match=f"a video of the environment, .*clip.mp4: .*{message}"):
@@ -142,7 +142,7 @@ def test_broken_files_name_themselves_and_fail_their_step_alone(tmp_path: Path):
     path = video_file(tmp_path)
     path.write_bytes(path.read_bytes()[:2000])
     rule = FrameRule(DataConfig())
-    with pytest.raises(DataError, match=r"clip\.mp4: the video cannot be read: the file has no video stream"):
+    with pytest.raises(DataError, match=r"clip\.mp4: the video cannot be read: .* no video"):
         with_frames(read_content([clip(str(path))], 10**6), rule)
     step = read_step(([clip(str(path))], 1.0, False, {}), 10**6)
     with pytest.raises(ToolFailure, match=r"`step` returned what cannot be read: .*clip\.mp4"):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -133,8 +134,8 @@ def test_the_card_says_which_step_of_which_run(tmp_path: Path):
     first = write_checkpoint(run, 1, max_steps=2)
     (run / "summary.json").unlink()
     card = card_of(first)
-    assert "**The run was not complete when this was exported.** These are the weights after optimizer step 1" in card
-    assert "**Too short to tell.** There are too few steps or values to judge the change of the training reward" in card
+    assert re.search(r"\*\*The run was not complete when this was exported\.\*\* .* step 1", card)
+    assert re.search(r"\*\*Too short to tell\.\*\* .* the training reward", card)
     assert "| Training reward | 0.25 → 0.25 |" in card
     assert "| Held-out exact_match | 0.10 |" in card
     assert "Held-out figures are over 4 rows, before training." in card

@@ -147,7 +147,7 @@ def test_a_run_up_to_a_checkpoint_is_judged_by_its_first_steps(tmp_path: Path):
     early = RunResults(run.name, run.path, "training", lines=[line for line in run.lines if line["step"] <= 10])
     found = verdict_of(early)
     assert (found.moved[0].label, found.moved[0].values) == ("Training reward", "0.15 → 0.40")
-    assert "There is one evaluation, after step 0." in found.sentence
+    assert "after step 0." in found.sentence
 
 
 def test_an_evaluation_shows_the_scores_that_decide_first(tmp_path: Path):

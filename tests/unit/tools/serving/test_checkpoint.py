@@ -64,7 +64,7 @@ def test_a_checkpoint_has_the_settings_of_its_run(run):
     served = find_served(str(run / "checkpoint-4"), "hf", ["max_pixels=2048"])
     assert (served.config.data.max_pixels, served.config.model.dtype) == (2048, "bfloat16")
     assert served.sources["data.max_pixels"] == "the command line"
-    with pytest.raises(CheckpointError, match="checkpoint-12 is not a complete checkpoint"):
+    with pytest.raises(CheckpointError, match="checkpoint-12 is not"):
         find_served(str(run / "checkpoint-12"), "hf", [])
 
 
