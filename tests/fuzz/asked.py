@@ -16,7 +16,7 @@ from rewards.registry import BUILT_INS
 from tests.fuzz.completions import BATCH, SECONDS_PER_CALL, limited, text
 from tests.helpers.judge_server import JudgeServer
 from tests.helpers.serving import in_thread
-from tests.unit.rewards.test_reward_model import saved
+from tests.unit.rewards.judges.test_reward_model import saved
 
 GOLD = {"judge": '{"score": 8}', "reward_model": "<answer>7</answer>"}
 """What texts are mutated from: for `judge` the reply of a model too."""

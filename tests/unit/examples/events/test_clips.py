@@ -5,7 +5,7 @@ from random import Random
 import numpy as np
 
 from examples.events.clips import draw_blinks, draw_order, draw_rows, order_held_out, order_reversed
-from tests.unit.examples.test_motion_clips import frames_of
+from tests.unit.examples.motion.test_clips import frames_of
 
 QUARTERS = {"northwest": (0, 0), "northeast": (0, 16), "southwest": (16, 0), "southeast": (16, 16)}
 """First line and column of each corner, of frames of 32 x 32 pixels."""

@@ -1,7 +1,7 @@
 """The clips of `examples/intervals`, read back from their mp4 files."""
 
 from examples.intervals.clips import draw_rows
-from tests.unit.examples.test_motion_clips import frames_of
+from tests.unit.examples.motion.test_clips import frames_of
 
 
 def seconds_with_digit(row: dict) -> list[int]:
