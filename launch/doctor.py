@@ -29,7 +29,7 @@ def add_doctor_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def doctor_command(config: RunConfig, options: argparse.Namespace) -> int:
-    """Find what is wrong with a run before its first step."""
+    """Find problems of a run before its first step."""
     if options.ranks and options.pixels:
         raise ConfigError("--pixels compares images of rows, which --ranks does not read: leave one of them out")
     has_launcher = int(os.environ.get("WORLD_SIZE", "1")) > 1

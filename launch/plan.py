@@ -42,7 +42,7 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--suggest",
         action="store_true",
-        help="list set-ups, the ones that fit best first, and what each saving costs",
+        help="list set-ups, best fit first, with the cost of each saving",
     )
     parser.add_argument("--json", action="store_true", help="print the plan as JSON; docs/memory.md has its keys")
     parser.add_argument(

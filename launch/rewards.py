@@ -36,7 +36,10 @@ def rewards_parser() -> argparse.ArgumentParser:
         "reward_funcs, such as kwargs='{method: strict}'",
     )  # fmt: skip
     check.add_argument("--data", type=filled, metavar="NAME", help="data.dataset_name: where rows come from")
-    check.add_argument("-n", type=int, default=1000, metavar="N", help="rows at most, evenly spread; default: 1000")
+    check.add_argument(
+        "-n", type=int, default=1000, metavar="N",
+        help="maximum number of rows, spread evenly over the data; default: 1000",
+    )  # fmt: skip
     check.add_argument(
         "--completions", type=int, default=0, metavar="N",
         help="also sample num_generations completions of N rows from the initial model of CONFIG",

@@ -163,7 +163,7 @@ EASYR1_AND_VERL: dict[str, Counterpart] = by_name({
     "norm_adv_by_std_in_grpo": to("algorithm.scale_rewards", "", convert.choice_of(
         {True: {}, False: {"scale_rewards": "none"}}, "it should be true or false")),
     "gamma": to("algorithm.turn_discount", ", with `algorithm.turn_advantages`", convert.with_gigpo(
-        lambda value, given: {"turn_discount": value}, "the advantage of a completion is that of its tokens")),
+        lambda value, given: {"turn_discount": value}, "all tokens of a completion have its advantage")),
     "gigpo.step_advantage_w": to("algorithm.turn_weight", "", convert.with_gigpo(
         lambda value, given: {"turn_weight": value})),
     "gigpo.mode": to("algorithm.scale_rewards", "", convert.with_gigpo(convert.choice_of(
@@ -183,7 +183,7 @@ EASYR1_AND_VERL: dict[str, Counterpart] = by_name({
     "rollout_manager.use_loss_mask": needless("only sampled tokens train", True),
     "rollout_manager.use_gae_mask critic.* max_critic_ckpt_to_keep": needless(ONE_MODEL),
     "rollout_manager.use_multi_turn_reward": off("`algorithm.turn_advantages: return` trains with rewards of turns"),
-    "lam": needless("the advantage of a completion is that of its tokens", 1),
+    "lam": needless("all tokens of a completion have its advantage", 1),
     "disable_kl": needless("without `algorithm.beta` there is no KL term"),
     "use_kl_loss": Counterpart("write `algorithm.beta`, the weight of the KL term in the loss", needless("").converts),
     "use_kl_in_reward": to("algorithm.beta", ", the weight of the KL term in the loss", convert.kl_in_reward),

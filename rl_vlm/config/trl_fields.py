@@ -53,7 +53,7 @@ def _eval_strategy(value: Any, given: Mapping[str, Any]) -> Settings:
     settings = {"eval_steps": given.get("eval_steps") or given.get("logging_steps", 10)}
     held_out = given.get("eval_dataset_name", given.get("dataset_name"))
     if isinstance(held_out, list) and "eval_dataset_name" not in given:
-        raise ValueError("give `eval_dataset_name`, the held-out data, beside a list of training data")
+        raise ValueError("with a list of training data, also give `eval_dataset_name`, the held-out data")
     if isinstance(held_out, str) and "eval_dataset_name" not in given:
         held_out = split_name(held_out)[0]
     return settings | ({"eval_dataset_name": held_out} if held_out else {})
@@ -108,7 +108,7 @@ def _use_vllm(value: Any, given: Mapping[str, Any]) -> Settings:
 
 def _vllm_mode(value: Any, given: Mapping[str, Any]) -> Settings:
     if "use_vllm" not in given and value != "colocate":
-        raise ValueError("set `use_vllm` beside it")
+        raise ValueError("set `use_vllm` too")
     return _use_vllm(given.get("use_vllm"), given)
 
 
@@ -162,7 +162,7 @@ def _generation_batch_size(value: Any, given: Mapping[str, Any]) -> Settings:
     if given.get("steps_per_generation") is not None:
         raise ValueError("`steps_per_generation` is given as well; keep that alone")
     if given.get("prompts_per_step") or given.get("train.prompts_per_step"):
-        raise ValueError("give `steps_per_generation` beside `prompts_per_step`")
+        raise ValueError("with `prompts_per_step`, give `steps_per_generation` instead")
     per_device = given.get("per_device_train_batch_size") or TRL_PER_DEVICE_BATCH_SIZE
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     if not isinstance(value, int) or not isinstance(per_device, int) or value % (per_device * processes) or value < 1:

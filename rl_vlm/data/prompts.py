@@ -224,8 +224,8 @@ class PromptBuilder:
             features = self._features(sample)
         if (num_prompts := len(features["input_ids"])) != 1:
             raise DataError(
-                f"Sample {sample.sample_id}: the model's processor makes {num_prompts} prompts of it. "
-                "It writes prompts of its own."
+                f"Sample {sample.sample_id}: the model's processor returned {num_prompts} prompts instead of one. "
+                "Such processors are not supported."
             )
         token_ids, token_inputs, mm_inputs = split_features(features)
         image_sizes = self._image_sizes(mm_inputs) if sample.images else []
@@ -481,7 +481,7 @@ def unequal_lengths(videos: Sequence[Video]) -> str:
 
 
 def as_sampled(processor: Any, videos: Sequence[Video]) -> dict[str, Any]:
-    """Return arguments with which a processor takes frames as they are, at their times in the file."""
+    """Return processor arguments that keep the given frames and their times in the file."""
     given: dict[str, Any] = {"do_sample_frames": False, "video_metadata": [video.metadata for video in videos]}
     resizer: Any = getattr(processor, "video_processor", None)
     is_sized = bool(videos) and all(has_size(resizer, *video.frames.shape[1:3]) for video in videos)

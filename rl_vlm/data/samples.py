@@ -197,8 +197,9 @@ class Rows:
     def refuse_answered(self, index: int, find_gold: FindGold) -> None:
         """Raise DataError if the prompt of row `index` ends with its answer.
 
-        This is so if the prompt ends with an assistant message, and either `find_gold` finds a column with this answer,
-        or the prompt's column has a layout in which the last message is the answer.
+        A prompt ends with its answer if its last message is the assistant's and one of two conditions holds:
+        `find_gold` finds a column with this answer, or the last message is the answer in the layout of the prompt's
+        column.
         """
         parsed, entry = self.parse(index), self.part(index).entry
         if not parsed.final_answer:

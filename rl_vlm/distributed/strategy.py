@@ -60,7 +60,7 @@ class Strategy:
     def backward(self, loss: Tensor, is_share: bool = True) -> None:
         """Backpropagate a loss. With `is_share`, it is this rank's share of a sum over ranks.
 
-        Otherwise it is made of gradients, which already have the factor that turns an average over ranks into a sum.
+        Otherwise its gradients already have the factor that turns an average over ranks into a sum.
         """
         loss.backward()
 

@@ -21,7 +21,7 @@ MARGIN = 10.0
 SMALLEST_BOUND = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 """Smallest relative bound, by precision."""
 WORST = 5.0
-"""The smallest bound of a single token is this many times that of the root mean square over all tokens."""
+"""Smallest bound of a single token, divided by the smallest bound of the root mean square over all tokens."""
 ROWS = "the first rows"
 AGAIN = "dense rows and the same rows once more"
 OWN_FORWARD = "dense rows and the model's own forward"

@@ -99,7 +99,7 @@ class StartCheck:
     """Proves the rows of a run once, before the first step of a process."""
 
     def __init__(self, config: RunConfig, rounds: Rounds, strategy: Strategy | None = None) -> None:
-        """`strategy` is the one that trains the policy; None if nothing is trained."""
+        """`strategy` trains the policy; None if nothing is trained."""
         self.config = config
         self.rounds = rounds
         self.ranks = rounds.ranks
@@ -375,7 +375,7 @@ class StartCheck:
         return ProofCheck(SIBLINGS, checked.expected.equal_logprobs(found, before))
 
     def rollouts(self, checked: Checked, policy_version: int | None) -> ProofCheck:
-        """Compare the log-probs that the engine sampled with, if it samples from the trained weights themselves."""
+        """Compare the sampled log-probs with dense rows, if the engine samples from the trained weights themselves."""
         rollout = self.config.rollout
         if not rollout.facts.samples_from_policy:
             return ProofCheck(ROLLOUTS, untried="the engine has a check of its own")

@@ -99,7 +99,7 @@ class Reward:
     def checked_settings(self, spec: RewardSpec, no_columns: bool) -> dict[str, Any]:
         """Return the settings that every call gets. With `no_columns`, keyword-only parameters are never data columns.
 
-        Raises RewardError if the function lacks one of the settings, or needs another one.
+        Raises RewardError if the function has no argument for a setting, or if a required setting is missing.
         """
         try:
             known = parameters(self.function)

@@ -86,7 +86,7 @@ class Run:
             self.opened = opened.pop_all()
 
     def go_on_as_proven(self, saved: SavedRun) -> None:
-        """Compute rows and features in the way that the proof of the last start has allowed, if there was one."""
+        """Use the way of computing rows and features that the last start's proof has allowed, if there was a proof."""
         proofs = self.ranks.gather([last_proof(saved.path.parent) if self.ranks.is_main else None])
         proof = next(filter(None, proofs), {})
         if (way := proof.get("fallback")) is not None:

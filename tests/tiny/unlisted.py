@@ -280,7 +280,7 @@ UNLISTED: dict[str, TinyFamily] = {
 }
 
 REFUSED = {
-    "shieldgemma2": "the model's processor makes 3 prompts of it",
+    "shieldgemma2": "the model's processor returned 3 prompts instead of one",
     "fuyu": "processor refuses it: StopIteration",
     "emu3": "Trained weights: no trained weight of the vision tower has a gradient",
     "blip-2": "have 5 image placeholders, but the images became 4 features",

@@ -184,7 +184,7 @@ def open_frames(clip: Clip, folder: Path, data: DataConfig) -> Iterator[FrameSou
 def open_file(content: Any, folder: Path, max_pixels: int) -> Iterator[FrameSource]:
     """Open a path, bytes or an open file by its content.
 
-    Raises ValueError for an empty file, an image, a playlist and what is no regular file.
+    Raises ValueError for an empty file, an image, a playlist, or anything but a regular file.
     """
     with open_image(content, folder) as file:
         head = file.read(16)

@@ -1,4 +1,4 @@
-"""Hosts of environments: the places of instances, and the calls of them.
+"""Hosts of environments: where instances run, and how they are called.
 
 InThread     in this process; the thread of the instance makes the calls
 InProcess    in a process of its own, see `processes.py`

@@ -64,7 +64,7 @@ def attempt_call(
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The findings of checks, and the lines about what was checked or not."""
+    """The findings of checks, and a line for each thing that was checked or not checked."""
 
     findings: list[Finding] = field(default_factory=list)
     checked: list[str] = field(default_factory=list)

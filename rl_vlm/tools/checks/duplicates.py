@@ -36,7 +36,7 @@ from rl_vlm.tools.checks.table import Subject
 
 DUPLICATE = "Leave out one of them: it counts twice."
 CONTRADICTION = "Leave out the wrong one: a completion that one row rewards is wrong for the other."
-HELD_OUT = "Leave the row out of the training data: the held-out scores count what was trained on."
+HELD_OUT = "Leave the row out of the training data: otherwise held-out scores include a trained row."
 ONE_PICTURE = "Look at the column of images: rows about different things have different pictures."
 NUM_DRAWN = 64
 FEWEST = 3

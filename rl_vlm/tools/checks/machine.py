@@ -25,7 +25,7 @@ SHOWN = ("torch", "transformers", "accelerate", "peft", "vllm", "deepspeed")
 SHARED_MEMORY = Path("/dev/shm")
 LEAST_SHARED = GIB
 """With less shared memory, workers and vLLM often fail. Docker gives a container 64 MiB by default."""
-NO_PORT = Problem("no free port", "Stop what holds the ports of this machine.")
+NO_PORT = Problem("no free port", "Stop programs that use ports of this machine: no port is free.")
 
 
 def machine(subject: Subject) -> Checking[None]:

@@ -144,7 +144,7 @@ def differences(rank: int, report: Mapping[str, Any], own: Mapping[str, Any]) ->
     if abs(offset) > LARGEST_OFFSET + error:
         yield Finding("warning", "clock", f"{who}: its clock is {offset:+.1f} s from rank 0's", CLOCK)
     if not report["sees_output_dir"]:
-        what = f"{who}: what rank 0 writes to train.output_dir is not there"
+        what = f"{who}: it does not see the files that rank 0 writes to train.output_dir"
         yield Finding("error", "output directory", what, SHARED)
     yield from broken_connections(who, report)
 

@@ -52,8 +52,8 @@ LOOK_AT_IT = (
 NUM_PROMPTS = 2
 """Minimum number of prompts per step. A step has more if rows differ in their numbers of images."""
 UNPROVEN = (
-    "The run is right, and slower. docs/proof.md has the checks; another version of torch, or "
-    "memory.shared_attention: sdpa, may be proven."
+    "The run is correct but slower. Try memory.shared_attention: sdpa, or another version of torch. docs/proof.md "
+    "describes the proof."
 )
 REMEDY = "Change the setting or the data that the message names. The run would end with the same error."
 PACKAGE = logging.getLogger("rl_vlm")

@@ -102,8 +102,8 @@ def evaluation_report(config: RunConfig) -> Iterator[None]:
 def write_report(folders: Sequence[Path], path: Path, reloads: bool = False, most: int = MOST_ROLLOUTS) -> None:
     """Write the report of one run or evaluation, or the comparison of several. It shows `most` completions.
 
-    A page that `reloads` loads itself again every minute. Only a run may ask for that, since it writes the page without
-    that when it ends. Raises ConfigError if a folder holds neither, or if the file cannot be written.
+    With `reloads`, the page reloads itself every minute. Only a run may set this: when it ends, it writes the page
+    without reloading. Raises ConfigError if a folder holds neither, or if the file cannot be written.
     """
     write_page(build_page(read_runs(folders), reloads, most), path)
 

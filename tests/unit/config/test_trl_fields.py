@@ -257,7 +257,7 @@ def test_servers_that_trl_joins(beside, expected):
 @pytest.mark.parametrize(
     ("given", "name", "message"),
     [
-        ({"vllm_mode": "server"}, "vllm_mode", "set `use_vllm` beside it"),
+        ({"vllm_mode": "server"}, "vllm_mode", "set `use_vllm` too"),
         ({"use_vllm": True, "vllm_mode": "remote"}, "use_vllm", "'remote': it should be 'colocate' or 'server'"),
         ({"vllm_server_port": 9000}, "vllm_server_port", "set them beside it"),
         ({"use_vllm": True, "vllm_server_host": "gpu-7"}, "vllm_server_host", "`vllm_mode: server`"),

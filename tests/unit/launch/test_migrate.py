@@ -78,7 +78,7 @@ def output(text: str, tmp_path: Path, capsys, *words: str) -> str:
          [f"# - line 1: env.env_name: Sokoban: {instead_of('env.env_name')}",
           "# - line 1: env.history_length: 4: leave it out: the model sees the whole conversation at every turn"]),
         (VERL + "algorithm.gamma=0.95",
-         ["# - line 1: algorithm.gamma: 0.95: the advantage of a completion is that of its tokens"]),
+         ["# - line 1: algorithm.gamma: 0.95: all tokens of a completion have its advantage"]),
         (VERL + "rollout_manager.max_turns=3 rollout_manager.n_trajectory=4 rollout_manager.use_service=True",
          ["  max_turns: 3", "  num_generations: 4"]),
         (VERL + "custom_reward_function.path=r.py +custom_reward_function.reward_kwargs.scale=2",

@@ -184,7 +184,7 @@ def paying_cheats(measured: Measured) -> Iterator[Finding]:
         if len(paid) > MANY_ROWS * len(pairs):
             message = (
                 f"the completion {name!r} gets as much as the gold answer on {len(paid)} of {len(pairs)} rows: a "
-                "policy will find it. Compare the whole answer, and give nothing for text that is not it"
+                "policy will find it. Compare the whole answer, and score other text 0"
             )
             severity = "error" if name not in HEDGES and measured.reads_gold else "warning"
             yield Finding(severity, f"cheat: {name}", message, function=measured.name, rows=tuple(paid))
@@ -198,7 +198,7 @@ def unlike_scales(functions: Sequence[Measured]) -> Iterator[Finding]:
         smaller = [other for other, its in ranges.items() if size > LARGER * its]
         if smaller:
             message = (
-                f"its weighted scores span {size:g}, more than {LARGER:g} times those of {', '.join(smaller)}, which "
-                "has little effect beside it: set `weight`"
+                f"its weighted scores span {size:g}, more than {LARGER:g} times the range of {', '.join(smaller)}, "
+                "which then has little effect: set `weight`"
             )
             yield Finding("warning", "scale", message, function=name)
