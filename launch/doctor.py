@@ -38,8 +38,8 @@ def doctor_command(config: RunConfig, options: argparse.Namespace) -> int:
             "rl-vlm doctor --ranks compares the processes of a launcher: start it as `accelerate launch … -m "
             "launch.preflight CONFIG`. Without --ranks, start it without a launcher"
         )
-    from rl_vlm.tools.checks.report import report_data, report_text
     from rl_vlm.tools.checks.table import examine
+    from rl_vlm.tools.checks.text import report_data, report_text
 
     if options.json is not None:
         check_output(options.json, "--json")

@@ -8,9 +8,9 @@ from rl_vlm.config.describe import describe
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.evaluation.options import NO_OPTIONS, EvaluationOptions
 from rl_vlm.tools.checks.diagnosis import collect
-from rl_vlm.tools.checks.report import comments
 from rl_vlm.tools.checks.settings import batches
 from rl_vlm.tools.checks.table import Kind, Subject
+from rl_vlm.tools.checks.text import comments
 
 
 def dry_run(

@@ -65,8 +65,8 @@ def plan_command(config: RunConfig, options: argparse.Namespace) -> None:
     config = with_precision(config, "cuda")
     setup_problems(config, hardware.sharding, hardware.num_ranks).refuse()
     from rl_vlm.plan.build import inspect_model, plan_memory
-    from rl_vlm.plan.report import describe_plan, plan_data, setup_data, smallest_table, suggested_tables
     from rl_vlm.plan.suggest import Models, setups, smallest
+    from rl_vlm.plan.text import describe_plan, plan_data, setup_data, smallest_table, suggested_tables
 
     model = inspect_model(config)
     plan, models = plan_memory(config, hardware, model), Models(config, model)

@@ -133,8 +133,8 @@ def check_functions(options: argparse.Namespace) -> int:
     """
     data, rewards, run = what_to_check(options)
     from rl_vlm.tools.checks.rewards.findings import examine_functions
-    from rl_vlm.tools.checks.rewards.report import describe, reward_data
     from rl_vlm.tools.checks.rewards.subject import builder_of_videos
+    from rl_vlm.tools.checks.rewards.text import describe, reward_data
 
     builder = builder_of_videos(run) if run else None
     functions, sampled, found = examine_functions(data, rewards, options.n, run, builder, options.completions)

@@ -104,22 +104,22 @@ def settings_that_keep(prompts: int, steps: int, config: RunConfig, world_size: 
     return {name: value for name, (present, value) in present_and_wanted.items() if value and value != present}
 
 
-def total_optimizer_steps(config: RunConfig, plan: BatchSizes, num_rows: int) -> int:
+def total_optimizer_steps(config: RunConfig, sizes: BatchSizes, num_rows: int) -> int:
     """Return the optimizer steps of the run: `max_steps`, or `num_train_epochs` over `num_rows` rows in whole windows.
 
     If the rows do not fill the last window, it is completed from the next epoch. Raises ConfigError if there are fewer
     rows than prompts of one window.
     """
-    if num_rows < plan.prompts_per_window:
+    if num_rows < sizes.prompts_per_window:
         raise ConfigError(
-            f"the training data have {num_rows} rows, fewer than the {plan.prompts_per_window} prompts of one "
-            f"generation window ({plan.steps_per_window} × {plan.prompts_per_step}); use more rows, or "
-            f"{_smaller_window(config, plan, num_rows)}"
+            f"the training data have {num_rows} rows, fewer than the {sizes.prompts_per_window} prompts of one "
+            f"generation window ({sizes.steps_per_window} × {sizes.prompts_per_step}); use more rows, or "
+            f"{_smaller_window(config, sizes, num_rows)}"
         )
     if config.train.max_steps is not None:
         return config.train.max_steps
-    num_windows = math.ceil(round(config.train.num_train_epochs * num_rows / plan.prompts_per_window, 6))
-    return num_windows * plan.steps_per_window * plan.num_iterations
+    num_windows = math.ceil(round(config.train.num_train_epochs * num_rows / sizes.prompts_per_window, 6))
+    return num_windows * sizes.steps_per_window * sizes.num_iterations
 
 
 def warmup_steps(setting: float, num_steps: int) -> int:
@@ -141,11 +141,11 @@ def endless_warmup(train: TrainConfig, num_steps: int) -> str | None:
     )
 
 
-def _smaller_window(config: RunConfig, plan: BatchSizes, num_rows: int) -> str:
+def _smaller_window(config: RunConfig, sizes: BatchSizes, num_rows: int) -> str:
     """Describe the change to the largest window that `num_rows` rows fill: fewer prompts per step, else fewer steps."""
-    if num_rows < plan.world_size:
+    if num_rows < sizes.world_size:
         return f"at most {num_rows} processes"
-    steps = min(plan.steps_per_window, num_rows // plan.world_size)
-    prompts = num_rows // (steps * plan.world_size) * plan.world_size
-    changes = settings_that_keep(prompts, steps, config, plan.world_size)
+    steps = min(sizes.steps_per_window, num_rows // sizes.world_size)
+    prompts = num_rows // (steps * sizes.world_size) * sizes.world_size
+    changes = settings_that_keep(prompts, steps, config, sizes.world_size)
     return " and ".join(f"`{name}` {value}" for name, value in changes.items())

@@ -29,13 +29,13 @@ def to_yaml(config: RunConfig) -> str:
     return yaml_text.dump(starred(config.model_dump(mode="json")))
 
 
-def describe(config: RunConfig, plan: BatchSizes | None = None) -> str:
+def describe(config: RunConfig, sizes: BatchSizes | None = None) -> str:
     """Return the resolved settings as YAML.
 
     Before them, comments list the settings that differ from the defaults. After them, comments describe the batches of
-    `plan`.
+    `sizes`.
     """
-    comments = [] if plan is None else [f"# {sentence}\n" for sentence in _batch_sentences(config, plan)]
+    comments = [] if sizes is None else [f"# {sentence}\n" for sentence in _batch_sentences(config, sizes)]
     return _differences(config) + to_yaml(config) + "".join(comments)
 
 
@@ -74,21 +74,21 @@ def short_help(names: Iterable[str]) -> str:
     return "\n".join(lines)
 
 
-def _batch_sentences(config: RunConfig, plan: BatchSizes) -> list[str]:
-    processes = f"{plan.prompts_per_rank_step} prompts on each of {plan.world_size} processes"
-    train, steps_per_window = config.train, plan.steps_per_window * plan.num_iterations
+def _batch_sentences(config: RunConfig, sizes: BatchSizes) -> list[str]:
+    processes = f"{sizes.prompts_per_rank_step} prompts on each of {sizes.world_size} processes"
+    train, steps_per_window = config.train, sizes.steps_per_window * sizes.num_iterations
     if train.max_steps is not None:
         length = f"{train.max_steps} optimizer steps (max_steps)"
     else:
         length = (
-            f"{train.num_train_epochs:g} × the number of rows / {plan.prompts_per_window}, rounded up, "
+            f"{train.num_train_epochs:g} × the number of rows / {sizes.prompts_per_window}, rounded up, "
             f"× {steps_per_window} optimizer steps (num_train_epochs)"
         )
     return [
-        f"Optimizer step: {plan.prompts_per_step} prompts × {plan.num_generations} = {plan.completions_per_step} "
-        f"completions, {processes if plan.world_size > 1 else 'all on one process'}.",
-        f"Generation window: {plan.steps_per_window} × {plan.prompts_per_step} = {plan.prompts_per_window} prompts "
-        f"sampled at once, for {plan.num_iterations} × {plan.steps_per_window} = {steps_per_window} optimizer steps.",
+        f"Optimizer step: {sizes.prompts_per_step} prompts × {sizes.num_generations} = {sizes.completions_per_step} "
+        f"completions, {processes if sizes.world_size > 1 else 'all on one process'}.",
+        f"Generation window: {sizes.steps_per_window} × {sizes.prompts_per_step} = {sizes.prompts_per_window} prompts "
+        f"sampled at once, for {sizes.num_iterations} × {sizes.steps_per_window} = {steps_per_window} optimizer steps.",
         f"Run: {length}.",
         f"Micro-batches: {micro_batches(config.memory)}; their number changes no result.",
     ]

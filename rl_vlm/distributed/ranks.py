@@ -18,7 +18,7 @@ from rl_vlm.distributed.collectives import Collectives
 from rl_vlm.distributed.launch_variables import kept_request, take_launch
 from rl_vlm.distributed.launcher import check_variables, is_one_of_several
 from rl_vlm.distributed.meeting_point import connect, init_method
-from rl_vlm.distributed.progress import mark_progress
+from rl_vlm.distributed.sign_of_life import mark_alive
 from rl_vlm.distributed.signals import stop
 from rl_vlm.distributed.watch import LEAVE_SECONDS, Watch, waiting_for_all, watch_ranks
 from rl_vlm.errors import LaunchError, RLVLMError
@@ -89,19 +89,19 @@ class Ranks(Collectives):
         return self.accelerator.device
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        mark_progress()
+        mark_alive()
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
         return self.accelerator.reduce(tensor, reduction="sum").tolist()
 
     def max(self, values: Sequence[int]) -> list[int]:
-        mark_progress()
+        mark_alive()
         ranks = self.accelerator.gather(torch.tensor([values], device=self.device))  # (ranks, values)
         return ranks.amax(dim=0).tolist()
 
     def gather(self, values: list[T]) -> list[T]:
         from accelerate.utils import gather_object
 
-        mark_progress()
+        mark_alive()
         return gather_object(values)
 
     @contextmanager

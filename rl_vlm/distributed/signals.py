@@ -20,7 +20,7 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn, TypeVar
 
-from rl_vlm.distributed.progress import mark_progress, position
+from rl_vlm.distributed.sign_of_life import mark_alive, position
 from rl_vlm.errors import Stopped
 
 T = TypeVar("T")
@@ -68,7 +68,7 @@ class Stop:
 
         Call it within `Ranks.agree`, so that all ranks stop. It marks progress.
         """
-        mark_progress()
+        mark_alive()
         if self.signum is not None and not self.num_postponed:
             raise Stopped(self.signum)
 

@@ -30,7 +30,7 @@ from torch.distributed import DistNetworkError, DistStoreError
 
 from rl_vlm.distributed.launcher import is_one_of_several
 from rl_vlm.distributed.meeting_point import connect
-from rl_vlm.distributed.progress import mark_progress, position, seconds_without_progress
+from rl_vlm.distributed.sign_of_life import mark_alive, position, seconds_without_sign
 from rl_vlm.distributed.signals import end_process, stop
 from rl_vlm.errors import RankLost, RLVLMError, Stopped
 
@@ -74,7 +74,7 @@ class Beat:
 
     @classmethod
     def now(cls, number: int, has_left: bool = False) -> Beat:
-        return cls(number, this_host(), os.getpid(), seconds_without_progress(), position(), has_left)
+        return cls(number, this_host(), os.getpid(), seconds_without_sign(), position(), has_left)
 
     @property
     def process(self) -> str:
@@ -153,7 +153,7 @@ class Watch:
 
     def start(self) -> Watch:
         """Start to watch."""
-        mark_progress()
+        mark_alive()
         for thread in self.threads:
             thread.start()
         return self
@@ -246,7 +246,7 @@ class Watch:
         if stop.signum is None and self.meeting_store.add("here", 1) == self.world_size:
             self.meeting_store.compare_set("joined", "", "all")
         for _ in until(self.meeting_store, "joined"):
-            mark_progress()
+            mark_alive()
             self.check()
             if stop.signum is not None:
                 self.publish_stop(self.meeting_store)
@@ -267,7 +267,7 @@ class Watch:
                 for key in (f"arrived/{number - 1}", f"met/{number - 1}"):
                     self.meeting_store.delete_key(key)
             for _ in until(self.meeting_store, f"met/{number}"):
-                mark_progress()
+                mark_alive()
                 self.check()
 
     def check(self) -> None:

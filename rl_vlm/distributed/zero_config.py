@@ -90,11 +90,11 @@ def asks_for_nothing(value: Any) -> bool:
 
 def check_batches(asked: Mapping[str, Any], config: RunConfig, world_size: int) -> None:
     """Raise LaunchError if an explicit batch size or clipping differs from the run's."""
-    plan = batch_sizes(config, world_size)
-    accumulation = plan.gradient_accumulation_steps
+    sizes = batch_sizes(config, world_size)
+    accumulation = sizes.gradient_accumulation_steps
     run_values = {
-        "train_batch_size": plan.completions_per_step,
-        "train_micro_batch_size_per_gpu": plan.completions_per_step // (world_size * accumulation),
+        "train_batch_size": sizes.completions_per_step,
+        "train_micro_batch_size_per_gpu": sizes.completions_per_step // (world_size * accumulation),
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": config.train.max_grad_norm,
     }

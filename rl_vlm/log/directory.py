@@ -11,7 +11,7 @@ output_dir/
     report.html                              everything above, to look at; see rl_vlm/tools/report/
     checkpoint-N/                            see rl_vlm/checkpoint/store.py
     summary.json, reward.png                 the outcome
-    memory_profile.json, memory_profile.png  with `memory_profile`, see rl_vlm/tools/profile/report.py
+    memory_profile.json, memory_profile.png  with `memory_profile`, see rl_vlm/tools/profile/text.py
     dropped_prompts.jsonl                    rows left out, each with the reason
     nonfinite-step-N-rank-R.pt               a batch whose loss or gradient was not finite
     run.lock                                 held by the process that writes here

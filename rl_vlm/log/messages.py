@@ -72,13 +72,13 @@ def rows_to_evaluate_line(num_rows: int, num_finished: int) -> str:
     return f"{num_rows} held-out rows{resumed}"
 
 
-def batch_line(plan: BatchSizes, num_steps: int) -> str:
+def batch_line(sizes: BatchSizes, num_steps: int) -> str:
     """Describe a step, and say how many steps the run has."""
-    processes = "one process" if plan.world_size == 1 else f"{plan.world_size} processes"
-    window = plan.steps_per_window * plan.num_iterations
+    processes = "one process" if sizes.world_size == 1 else f"{sizes.world_size} processes"
+    window = sizes.steps_per_window * sizes.num_iterations
     reused = f", sampled for {window} steps at once" if window > 1 else ""
     return (
-        f"{num_steps} steps of {plan.prompts_per_step} prompts × {plan.num_generations} completions{reused}, "
+        f"{num_steps} steps of {sizes.prompts_per_step} prompts × {sizes.num_generations} completions{reused}, "
         f"on {processes}"
     )
 

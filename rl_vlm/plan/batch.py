@@ -7,15 +7,15 @@ from rl_vlm.config.batches import BatchSizes
 from rl_vlm.errors import ConfigError
 
 
-def global_batch(plan: BatchSizes, num_nodes: int = 1) -> str:
+def global_batch(sizes: BatchSizes, num_nodes: int = 1) -> str:
     """Return one line with the completions of an optimizer step as per-device × accumulation × ranks."""
-    ranks = f"{plan.world_size} ranks"
+    ranks = f"{sizes.world_size} ranks"
     if num_nodes > 1:
-        ranks = f"{plan.world_size // num_nodes} ranks × {num_nodes} nodes"
+        ranks = f"{sizes.world_size // num_nodes} ranks × {num_nodes} nodes"
     return (
-        f"global batch = {plan.per_device_train_batch_size} per device × {plan.gradient_accumulation_steps} "
-        f"accumulation × {ranks} = {plan.completions_per_step} completions = {plan.prompts_per_step} prompts × "
-        f"{plan.num_generations} generations"
+        f"global batch = {sizes.per_device_train_batch_size} per device × {sizes.gradient_accumulation_steps} "
+        f"accumulation × {ranks} = {sizes.completions_per_step} completions = {sizes.prompts_per_step} prompts × "
+        f"{sizes.num_generations} generations"
     )
 
 

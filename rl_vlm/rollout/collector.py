@@ -99,7 +99,7 @@ class Collector(WindowSource):
     ) -> None:
         """`trajectories` generates completions of several turns, if the run has tools."""
         self.config = config
-        self.plan = batch_sizes(config, ranks.world_size)
+        self.sizes = batch_sizes(config, ranks.world_size)
         self.ranks = ranks
         self.loader = loader
         self.engine = engine
@@ -376,7 +376,7 @@ class Collector(WindowSource):
             metrics.add_mean(name, sum(values), len(values))
         self.log.write(state.global_step, scored, table)
         check_faults(table, self.ranks, self.config.rewards.max_fault_fraction, self.rewards.must_not_fail)
-        window = Window.of(rollout.draws, scored, self.plan.steps_per_window, self.plan.num_iterations)
+        window = Window.of(rollout.draws, scored, self.sizes.steps_per_window, self.sizes.num_iterations)
         return self.balanced(window, metrics)
 
     def balanced(self, window: Window, metrics: StepMetrics) -> Window:

@@ -30,8 +30,8 @@ from rl_vlm.data.prompts import PromptBuilder, build_prompt, load_processor
 from rl_vlm.data.sampler import PromptSampler
 from rl_vlm.distributed.installation import check_installation
 from rl_vlm.distributed.optimizer import Optimizer
-from rl_vlm.distributed.progress import SignOfLife
 from rl_vlm.distributed.ranks import Ranks, joined
+from rl_vlm.distributed.sign_of_life import SignOfLife
 from rl_vlm.distributed.strategy import Strategy, select_strategy
 from rl_vlm.distributed.trackers import Trackers
 from rl_vlm.errors import ConfigError, DataError
@@ -148,7 +148,7 @@ def build_parts(config: RunConfig, opened: ExitStack, instruments: Sequence[Make
         check_installation(config)
         config = with_fitting_attention(with_precision(config, ranks.device.type), ranks.device)
         strategy = select_strategy(ranks, config)
-        plan = batch_sizes(config, ranks.world_size)
+        sizes = batch_sizes(config, ranks.world_size)
     directory = RunDirectory(Path(config.train.output_dir).absolute())  # a function may change the working directory
     saved = open_directory(config, directory, ranks, opened)
     with ranks.agree():
@@ -160,7 +160,7 @@ def build_parts(config: RunConfig, opened: ExitStack, instruments: Sequence[Make
         toolbox, rewards = load_functions(config)
         opened.callback(toolbox.close)
         opened.enter_context(rewards).check_weights()
-    data = load_data(config, saved, rewards, toolbox, plan, ranks)
+    data = load_data(config, saved, rewards, toolbox, sizes, ranks)
     trajectories = trajectories_of(config, toolbox, data, rewards, ranks, opened)
     planned, memory_plan = start_budget(config, data.initial, ranks, planned_prompts(config, data, trajectories))
     with ranks.agree():
@@ -171,7 +171,7 @@ def build_parts(config: RunConfig, opened: ExitStack, instruments: Sequence[Make
         policy, reference = load_models(config, saved, data, strategy, ranks)
     for instrument in made:
         instrument.attach(policy)
-    progress = Progress(total_optimizer_steps(config, plan, len(data.usable)))
+    progress = Progress(total_optimizer_steps(config, sizes, len(data.usable)))
     if warning := endless_warmup(config.train, progress.max_steps):
         logger.warning("%s", warning)
     budget = TokenBudget(
@@ -179,7 +179,7 @@ def build_parts(config: RunConfig, opened: ExitStack, instruments: Sequence[Make
         partial(append_change, directory.path),
     )  # fmt: skip
     large_prompts = checked_large_prompts(data, budget, ranks)
-    logger.info(batch_line(plan, progress.max_steps))
+    logger.info(batch_line(sizes, progress.max_steps))
     optimizer = Optimizer(strategy, policy.train(), config.train, progress.max_steps)
     before = allocated_bytes()
     engine = build_engine(config, policy, data, strategy, ranks)
@@ -188,10 +188,10 @@ def build_parts(config: RunConfig, opened: ExitStack, instruments: Sequence[Make
         stages = stages.with_listener(of_micro_batches)
         budget.correct_by(of_micro_batches)
     cost = cost_of_groups(policy, budget.price, config.memory.prefix_sharing, has_reference=reference is not None)
-    num_draws = progress.max_steps * plan.prompts_per_step // plan.num_iterations
+    num_draws = progress.max_steps * sizes.prompts_per_step // sizes.num_iterations
     log = CompletionsLog(directory.path, ranks, config.log, min(num_draws, len(data.usable)))
     collector = Collector(
-        config, ranks, build_loader(config, plan, data, ranks, large_prompts), engine, rewards, log, cost, trajectories
+        config, ranks, build_loader(config, sizes, data, ranks, large_prompts), engine, rewards, log, cost, trajectories
     )
     opened.callback(collector.close)
     evaluator = build_evaluator(config, ranks, data, engine, rewards, log, trajectories)
@@ -243,7 +243,7 @@ def open_directory(config: RunConfig, directory: RunDirectory, ranks: Ranks, ope
 
 
 def load_data(
-    config: RunConfig, saved: SavedRun | None, rewards: RewardSuite, toolbox: Toolbox, plan: BatchSizes, ranks: Ranks
+    config: RunConfig, saved: SavedRun | None, rewards: RewardSuite, toolbox: Toolbox, sizes: BatchSizes, ranks: Ranks
 ) -> Data:
     """Load and check the training rows, and choose the form in which each reward function gets completions."""
     names = ", ".join(entry.name for entry in data_sources(config.data, "train"))
@@ -257,7 +257,7 @@ def load_data(
     builder, turns = builder_for(processor, config, initial, most_videos), None
     if config.rollout.has_tools:
         with ranks.agree():
-            num_at_once = num_scored_at_once(config, plan)
+            num_at_once = num_scored_at_once(config, sizes)
             turns = checked_turns(
                 config, initial, builder, toolbox, usable.rows, rewards.reads_environments, num_at_once
             )  # fmt: skip
@@ -327,9 +327,9 @@ def build_engine(config: RunConfig, policy: Policy, data: Data, strategy: Strate
     return SyncedEngine(engine, weights, ranks, gathering(config, engine, strategy, ranks))
 
 
-def num_scored_at_once(config: RunConfig, plan: BatchSizes) -> int:
+def num_scored_at_once(config: RunConfig, sizes: BatchSizes) -> int:
     """Return the largest number of completions that a rank scores together."""
-    num_at_once = plan.prompts_per_step * plan.steps_per_window * plan.num_generations // plan.world_size
+    num_at_once = sizes.prompts_per_step * sizes.steps_per_window * sizes.num_generations // sizes.world_size
     num_at_once *= 1 + config.rollout.max_resampling_rounds  # replaced groups are kept until the window is scored
     if config.data.eval_dataset_name is not None:
         num_at_once = max(num_at_once, completions_per_chunk(config))
@@ -361,12 +361,12 @@ def build_evaluator(
 
 
 def build_loader(
-    config: RunConfig, plan: BatchSizes, data: Data, ranks: Ranks, large_prompts: LargePrompts
+    config: RunConfig, sizes: BatchSizes, data: Data, ranks: Ranks, large_prompts: LargePrompts
 ) -> PromptLoader:
     """Build the loader of this rank's prompts, with its sampler."""
     source = PromptSource(data.usable.rows, data.usable.indices, data.builder)
     sampler = PromptSampler(
-        len(source.row_indices), plan.prompts_per_step, config.train.seed, config.data.shuffle_dataset,
+        len(source.row_indices), sizes.prompts_per_step, config.train.seed, config.data.shuffle_dataset,
         ranks.rank, ranks.world_size, data.usable.shares(),
     )  # fmt: skip
-    return PromptLoader(source, sampler, plan.steps_per_window, config.data, large_prompts.check)
+    return PromptLoader(source, sampler, sizes.steps_per_window, config.data, large_prompts.check)

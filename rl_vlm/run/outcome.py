@@ -10,7 +10,7 @@ from typing import Any
 from rl_vlm.log.changes import Change, interval, text_of
 from rl_vlm.log.metrics import reward_faults
 from rl_vlm.log.outcome import aligned, fault_lines, report_lines, skipped_lines
-from rl_vlm.run.verdict import SPREAD, CollapseWatch, Evidence, Line, Outcome, Verdict, training_steps
+from rl_vlm.run.verdict import SPREAD, CollapseSearch, Evidence, Line, Outcome, Verdict, training_steps
 
 logger = logging.getLogger(__name__)
 
@@ -63,20 +63,21 @@ class CollapseWarning:
 
     def __init__(self, earlier: Evidence | None = None) -> None:
         """`earlier` is the evidence of earlier starts of the run."""
-        self.watch, self.is_given = CollapseWatch(earlier.num_generations if earlier else None), False
+        self.search, self.is_given = CollapseSearch(earlier.num_generations if earlier else None), False
         for line in training_steps(earlier.lines if earlier else []):
-            self.is_given |= self.watch.add(line)
+            self.is_given |= self.search.add(line)
 
     def give(self, line: Line) -> None:
         """Log the warning if a collapse begins with this line of `metrics.jsonl`."""
-        if not training_steps([line]) or not self.watch.add(line) or self.is_given:
+        if not training_steps([line]) or not self.search.add(line) or self.is_given:
             return
         self.is_given = True
         metrics = {label: metric for metric, label in SPREAD.items()}
-        figures = "; ".join(f"{metrics[change.name]} {' → '.join(text_of(change))}" for change in self.watch.changes())
+        figures = "; ".join(f"{metrics[change.name]} {' → '.join(text_of(change))}" for change in self.search.changes())
         logger.warning(
             "step %d: the run begins to collapse. Groups have lost their spread since step %d, and the reward is far "
-            "below the best completions of the first groups (%s). %s", line["step"], self.watch.since, figures, EXPLORE,
+            "below the best completions of the first groups (%s). %s",
+            line["step"], self.search.since, figures, EXPLORE,
         )  # fmt: skip
 
 

@@ -43,14 +43,14 @@ def state_files(
 
     `sources` is the result of `function_sources` at the start of the run. `own_states` has a state per rank.
     """
-    plan = batch_sizes(config, len(own_states))
+    sizes = batch_sizes(config, len(own_states))
     state = {
         "progress": asdict(progress),
         "budget": budget.state_dict(),
         "record": asdict(record),
         "world_size": len(own_states),
-        "prompts_per_step": plan.prompts_per_step,
-        "steps_per_window": plan.steps_per_window,
+        "prompts_per_step": sizes.prompts_per_step,
+        "steps_per_window": sizes.steps_per_window,
         "settings": flat_settings(config),
         "sources": dict(sources),
         "fingerprints": dict(fingerprints),
@@ -130,8 +130,8 @@ class SavedRun:
     def check_batch(self, config: RunConfig, world_size: int) -> None:
         """Raise CheckpointError if the prompts per step or the steps per window would differ from the saved run's."""
         prompts, steps = self.state["prompts_per_step"], self.state["steps_per_window"]
-        plan = batch_sizes(config, world_size)
-        if (plan.prompts_per_step, plan.steps_per_window) == (prompts, steps):
+        sizes = batch_sizes(config, world_size)
+        if (sizes.prompts_per_step, sizes.steps_per_window) == (prompts, steps):
             return
         settings = settings_that_keep(prompts, steps, config, world_size)
         way_out = (
@@ -142,7 +142,7 @@ class SavedRun:
         raise CheckpointError(
             f"{self.path} was written by {self.state['world_size']} processes, with {prompts} prompts per optimizer "
             f"step and {steps} steps per generation window. This run has {world_size} processes, and its "
-            f"settings make {plan.prompts_per_step} and {plan.steps_per_window}. {way_out}."
+            f"settings make {sizes.prompts_per_step} and {sizes.steps_per_window}. {way_out}."
         )
 
     def check_fingerprints(self, present: Mapping[str, str]) -> None:

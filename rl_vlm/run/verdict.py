@@ -136,23 +136,23 @@ def judge(evidence: Evidence) -> Verdict:
     steps = training_steps(evidence.lines)
     held_out = [paired_change(name, *pairs) for name, pairs in evidence.held_out.items()]
     rewards = [*held_out, *training_changes(steps)]
-    watch = CollapseWatch(evidence.num_generations)
+    search = CollapseSearch(evidence.num_generations)
     for line in steps:
-        watch.add(line)
+        search.add(line)
     faulted = [line for line in evidence.lines if line.get(FAULTED)]
     num_steps = len(training_lines(evidence.lines))
     outcome = (
         Outcome.FAULTY if mean_of(evidence.lines, FAULTED) >= MOST_FAULTED
         else Outcome.CONSTANT if is_constant(steps)
         else Outcome.SHORT if num_steps < FEWEST_STEPS
-        else Outcome.COLLAPSED if watch.since is not None
+        else Outcome.COLLAPSED if search.since is not None
         else word_of(rewards[0] if rewards else None)
     )  # fmt: skip
     return Verdict(
         outcome,
-        watch.since if outcome == Outcome.COLLAPSED else None,
+        search.since if outcome == Outcome.COLLAPSED else None,
         evidence.num_evaluations > 0,
-        [*rewards, *watch.changes(), *([fault_change(evidence.lines)] if faulted else [])],
+        [*rewards, *search.changes(), *([fault_change(evidence.lines)] if faulted else [])],
         list(evidence.lacks),
     )
 
@@ -222,7 +222,7 @@ def fault_change(lines: Sequence[Line]) -> Change:
     return Change(NO_SCORE, shares[0], shares[-1])
 
 
-class CollapseWatch:
+class CollapseSearch:
     """Finds the step at which groups have lost their spread while the reward is far below the best of the first groups.
 
     A run that is right nearly everywhere has no spread either, and is not collapsed.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rl_vlm.plan.build import planned_stages
 from rl_vlm.run.instrument import Instrument, MakeInstrument, Observed
 from rl_vlm.tools.profile.profiler import NUM_PROFILED, MemoryProfile
-from rl_vlm.tools.profile.report import write_profile
+from rl_vlm.tools.profile.text import write_profile
 from rl_vlm.tools.report.build import LiveReport
 
 

@@ -323,7 +323,7 @@ from rl_vlm.distributed.launch_variables import check_evaluation_launch
 from rl_vlm.distributed.setup import setup_problems
 from rl_vlm.distributed.strategy import select_strategy
 from rl_vlm.plan.build import plan_memory
-from rl_vlm.plan.report import plan_data
+from rl_vlm.plan.text import plan_data
 from rl_vlm.plan.suggest import with_shardings
 
 class Models:

@@ -163,7 +163,7 @@ def test_prompts_beyond_the_token_budget(tiny_checkpoint: Path, tmp_path: Path):
 
 
 def test_a_model_too_large_for_the_machine_is_not_loaded(tiny_checkpoint: Path, tmp_path: Path, monkeypatch):
-    monkeypatch.setattr("rl_vlm.tools.checks.model.free_memory", lambda: 1000)
+    monkeypatch.setattr("rl_vlm.tools.checks.model.free_bytes", lambda: 1000)
     diagnosis = examine(config_of_run(tiny_checkpoint, tmp_path / "run"))
     assert diagnosis.findings == []
     (note,) = diagnosis.not_checked

@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 import pytest
 
-from rl_vlm.distributed.progress import SignOfLife, seconds_without_progress
+from rl_vlm.distributed.sign_of_life import SignOfLife, seconds_without_sign
 from rl_vlm.log.metrics import StepMetrics
 from rl_vlm.stages import Listener, Stage, Stages
 
@@ -78,8 +78,8 @@ def test_metrics_announce_the_stages_that_they_time():
 @pytest.mark.parametrize("event", [lambda stages: stages.run(Stage.DATA), lambda stages: stages.work(None)])
 def test_stages_and_work_are_signs_of_life(event, monkeypatch):
     now = 100.0
-    monkeypatch.setattr("rl_vlm.distributed.progress.time.monotonic", lambda: now)
+    monkeypatch.setattr("rl_vlm.distributed.sign_of_life.time.monotonic", lambda: now)
     stages = Stages(SignOfLife())
     with event(stages):
         now = 130.0
-        assert seconds_without_progress() == 30.0
+        assert seconds_without_sign() == 30.0

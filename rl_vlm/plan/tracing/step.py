@@ -13,7 +13,7 @@ from rl_vlm.config.schema import RunConfig
 from rl_vlm.distributed.collectives import Collectives
 from rl_vlm.distributed.ddp import DDP
 from rl_vlm.distributed.optimizer import Optimizer
-from rl_vlm.distributed.progress import SignOfLife
+from rl_vlm.distributed.sign_of_life import SignOfLife
 from rl_vlm.distributed.strategy import Strategy
 from rl_vlm.model.loading import load_policy
 from rl_vlm.model.policy import Policy

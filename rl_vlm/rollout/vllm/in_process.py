@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rl_vlm.checkpoint.random_states import random_states, restore_random_states
 from rl_vlm.data.images import decode_image
-from rl_vlm.distributed.progress import mark_progress
+from rl_vlm.distributed.sign_of_life import mark_alive
 from rl_vlm.distributed.signals import stop
 from rl_vlm.errors import ConfigError, DataError, ModelError, RLVLMError, RolloutError, Stopped, shorten
 from rl_vlm.model.families import TokenRules
@@ -81,7 +81,7 @@ class VLLMEngine:
             arguments | {"weight_transfer_config": {"backend": "rl_vlm"}, "disable_log_stats": False}, model_runner
         )
         # Ranks that share a model take each step together, so none can stop alone.
-        before_steps(self.llm.llm_engine, mark_progress if self.is_parallel else stop.check)
+        before_steps(self.llm.llm_engine, mark_alive if self.is_parallel else stop.check)
         self.preemptions = Preemptions({"": total_in_process(self.llm)})
         self.max_model_length: int = self.llm.model_config.max_model_len
         self.adapter: Any = None

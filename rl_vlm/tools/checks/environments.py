@@ -48,11 +48,11 @@ def enough_environments(subject: Subject) -> Checking[None]:
     from rl_vlm.rollout.environments.build import check_num_environments
     from rl_vlm.run.build import num_scored_at_once
 
-    config, plan = subject.config, subject.value(batches)
+    config, sizes = subject.config, subject.value(batches)
     if subject.kind == "eval":
         number = completions_per_chunk(config)
-    elif plan is not None:
-        number = num_scored_at_once(config, plan)
+    elif sizes is not None:
+        number = num_scored_at_once(config, sizes)
     else:
         return
     yield from calling(check_num_environments, config.rollout.max_environments, True, number)

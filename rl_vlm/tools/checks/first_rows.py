@@ -76,10 +76,10 @@ def gold_finder(rows: Rows, functions: Sequence[Reward]) -> FindGold:
 
 def length(subject: Subject, num_rows: int) -> Checking[int | None]:
     """Return the number of optimizer steps of a training run, or None if its batch sizes have no solution."""
-    plan = subject.value(batches)
-    if plan is None:
+    sizes = subject.value(batches)
+    if sizes is None:
         return None
-    num_steps = total_optimizer_steps(subject.config, plan, num_rows)
+    num_steps = total_optimizer_steps(subject.config, sizes, num_rows)
     yield Note(f"length: {num_steps} optimizer steps")
     if warning := endless_warmup(subject.config.train, num_steps):
         kind, remedy = SETTING

@@ -165,13 +165,13 @@ def too_large(weights: Weights) -> str | None:
     A training step adds a gradient and two moments for each trained weight.
     """
     needed = loaded(weights) + 3 * TRAINED_BYTES * weights.num_trained
-    free = free_memory()
+    free = free_bytes()
     if needed <= free:
         return None
     return f"the model is too large for this machine: it needs {gib(needed)}, and this machine has {gib(free)} free"
 
 
-def free_memory() -> int:
+def free_bytes() -> int:
     """Return the free bytes of the GPU, or of the host if there is no GPU."""
     if torch.cuda.is_available():
         return torch.cuda.mem_get_info()[0]

@@ -14,7 +14,7 @@ import pytest
 from torch.distributed import DistNetworkError
 
 from rl_vlm.distributed import watch
-from rl_vlm.distributed.progress import mark_progress, position, seconds_without_progress
+from rl_vlm.distributed.sign_of_life import mark_alive, position, seconds_without_sign
 from rl_vlm.distributed.signals import Stop, stop
 from rl_vlm.distributed.watch import Beat, Neighbour, Watch, this_host
 from rl_vlm.errors import RankLost, Stopped, TrainingError
@@ -208,7 +208,7 @@ def test_ranks_meet_and_leave_nothing_but_the_last_meeting():
     for _ in range(3):
         first.meet()
     assert time.monotonic() - begin >= 0.1
-    assert seconds_without_progress() < 0.15  # a rank that waits for another is not stuck
+    assert seconds_without_sign() < 0.15  # a rank that waits for another is not stuck
     late.join()
     assert sorted(store.values) == ["arrived/2", "met/2"]
 
@@ -297,7 +297,7 @@ def test_ranks_that_leave_are_not_lost():
 
 
 def test_the_position_is_that_of_the_main_thread():
-    mark_progress()
+    mark_alive()
     *outer, innermost = position().splitlines()
     assert innermost.endswith(" in position")
     assert any(line.endswith(" in test_the_position_is_that_of_the_main_thread") for line in outer)

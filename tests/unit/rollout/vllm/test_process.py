@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rl_vlm.config.schema import VLLMConfig
-from rl_vlm.distributed import progress
+from rl_vlm.distributed import sign_of_life
 from rl_vlm.distributed.signals import stop
 from rl_vlm.errors import ConfigError, RolloutError, Stopped
 from rl_vlm.rollout.vllm import process as vllm_process
@@ -130,10 +130,10 @@ def test_a_server_that_takes_too_long_shows_its_log(starting: Starting):
 
 
 def test_the_wait_for_a_server_is_progress_and_ends_with_the_run(starting: Starting, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(progress, "_last_mark", time.monotonic() - 1000)
+    monkeypatch.setattr(sign_of_life, "_last_mark", time.monotonic() - 1000)
     with pytest.raises(RolloutError, match="did not answer"):
         wait_until_healthy([starting], [client_of(starting)], timeout=0.1)
-    assert progress.seconds_without_progress() < 500
+    assert sign_of_life.seconds_without_sign() < 500
     monkeypatch.setattr(stop, "signum", 15)
     with pytest.raises(Stopped):
         wait_until_healthy([starting], [client_of(starting)], timeout=600.0)

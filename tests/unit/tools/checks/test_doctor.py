@@ -20,11 +20,11 @@ from rl_vlm.tools.checks import machine, smoke
 from rl_vlm.tools.checks.diagnosis import Diagnosis, attempt, collect
 from rl_vlm.tools.checks.duplicates import find_common_picture, find_duplicates
 from rl_vlm.tools.checks.golds import check_golds, gives_away, gold_lengths
-from rl_vlm.tools.checks.report import report_text
 from rl_vlm.tools.checks.rows import Split, inspect_rows, row_findings, usable_rows
 from rl_vlm.tools.checks.settings import high_learning_rate, sampling_temperature
 from rl_vlm.tools.checks.smoke import check_constant_rewards
 from rl_vlm.tools.checks.table import Subject
+from rl_vlm.tools.checks.text import report_text
 from tests.helpers.tiny_run import make_config
 
 LENGTH = f"{__name__}:length"

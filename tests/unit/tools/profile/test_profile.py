@@ -15,8 +15,8 @@ from rl_vlm.passes.schedule import Round
 from rl_vlm.plan.memory import Load
 from rl_vlm.stages import Stage, Stages
 from rl_vlm.tools.profile.profiler import MemoryProfile
-from rl_vlm.tools.profile.report import RankProfile, compared, largest_load, peak_line, spread
 from rl_vlm.tools.profile.saved import Kept, SavedBytes, by_kind, by_layer
+from rl_vlm.tools.profile.text import RankProfile, compared, largest_load, peak_line, spread
 from rl_vlm.types import Forward
 from tests.helpers.builders import make_groups, make_policy, noise_image, sharp_checkpoint, whole
 from tests.unit.passes.test_peaks import Held

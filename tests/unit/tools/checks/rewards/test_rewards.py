@@ -376,8 +376,8 @@ def test_a_function_alone_takes_settings(capsys: pytest.CaptureFixture[str]) -> 
     entry = ["kwargs={right: 0.5}", "name=half", "data.prompt_template='{level} {solution}?'"]
     status, report = check("mine.py:f", capsys, *entry)
     assert status == 0
-    (measured,) = report["functions"]
-    assert (measured["function"], measured["scores"]["max"]) == ("half", 0.5)
+    (trial,) = report["functions"]
+    assert (trial["function"], trial["scores"]["max"]) == ("half", 0.5)
 
 
 @pytest.mark.parametrize(("parameter", "status"), [("**kwargs", 0), ("prompts", 2)])

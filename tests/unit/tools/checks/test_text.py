@@ -2,7 +2,7 @@
 
 from rl_vlm.errors import Finding
 from rl_vlm.tools.checks.diagnosis import Diagnosis, Note, collect
-from rl_vlm.tools.checks.report import FUNCTION_KEYS, closing_line, comments, finding_data, group_lines, report_data
+from rl_vlm.tools.checks.text import FUNCTION_KEYS, closing_line, comments, finding_data, group_lines, report_data
 
 LOW = Finding("warning", "low gold", "it is low", function="f", rows=tuple(range(7)))
 FULL = Finding("error", "disk space", "full", "Free space.")

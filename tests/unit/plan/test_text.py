@@ -11,7 +11,8 @@ from rl_vlm.plan import picture
 from rl_vlm.plan.build import plan_memory
 from rl_vlm.plan.hardware import GIB
 from rl_vlm.plan.memory import Phase
-from rl_vlm.plan.report import (
+from rl_vlm.plan.suggest import Setup
+from rl_vlm.plan.text import (
     aligned,
     describe_plan,
     gib,
@@ -23,7 +24,6 @@ from rl_vlm.plan.report import (
     smallest_table,
     suggested_tables,
 )
-from rl_vlm.plan.suggest import Setup
 from tests.helpers.planned_model import hardware, planned_model, run_config
 
 ROOT = Path(__file__).parents[3]

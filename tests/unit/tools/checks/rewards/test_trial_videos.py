@@ -11,7 +11,7 @@ from rl_vlm.config.schema import DataConfig
 from rl_vlm.data.prompts import PromptBuilder
 from rl_vlm.data.samples import load_rows
 from rl_vlm.tools.checks.diagnosis import Checking, collect
-from rl_vlm.tools.checks.rewards.measure import read_samples
+from rl_vlm.tools.checks.rewards.trial import read_samples
 from rl_vlm.types import Sample, VideoFormat
 from tests.helpers.builders import processor_of
 from tests.helpers.video_files import moving_frames, write_video

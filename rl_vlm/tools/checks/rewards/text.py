@@ -9,41 +9,41 @@ import numpy as np
 
 from rewards.contract import Fault
 from rl_vlm.tools.checks.diagnosis import Diagnosis
-from rl_vlm.tools.checks.report import FUNCTION_KEYS, closing_line, finding_data, group_lines, grouped, note_lines
 from rl_vlm.tools.checks.rewards.cheats import cheat_score, cheats_to_try
-from rl_vlm.tools.checks.rewards.measure import Measured
 from rl_vlm.tools.checks.rewards.sampled import Sampled
+from rl_vlm.tools.checks.rewards.trial import Trial
+from rl_vlm.tools.checks.text import FUNCTION_KEYS, closing_line, finding_data, group_lines, grouped, note_lines
 
 ODDEST = 10
 WIDTH = 60
 """Number of characters of a completion that are shown."""
 
 
-def figures(measured: Measured) -> dict[str, Any]:
+def figures(trial: Trial) -> dict[str, Any]:
     """Summarize scores, faults and times of a function as plain values. Times are seconds per completion."""
-    numbers = measured.numbers()
-    scores = [score for row in measured.rows for score in row.scores.values()]
+    numbers = trial.numbers()
+    scores = [score for row in trial.rows for score in row.scores.values()]
     quartiles = np.quantile(numbers, [0, 0.25, 0.5, 0.75, 1]).tolist() if numbers else []
-    spreads = [len({score for score in row.scores.values() if isinstance(score, float)}) for row in measured.rows]
-    p50, p95, most = np.quantile(measured.seconds, [0.5, 0.95, 1]).tolist() if measured.seconds else (0.0, 0.0, 0.0)
+    spreads = [len({score for score in row.scores.values() if isinstance(score, float)}) for row in trial.rows]
+    p50, p95, most = np.quantile(trial.seconds, [0.5, 0.95, 1]).tolist() if trial.seconds else (0.0, 0.0, 0.0)
     return {
-        "function": measured.name,
-        "rows": measured.num_rows,
-        "rows_that_apply": len(measured.rows),
+        "function": trial.name,
+        "rows": trial.num_rows,
+        "rows_that_apply": len(trial.rows),
         "completions": len(scores),
         "not_applicable": sum(score is None for score in scores) / max(1, len(scores)),
         "faults": sum(isinstance(score, Fault) for score in scores) / max(1, len(scores)),
         "scores": dict(zip(("min", "p25", "median", "p75", "max"), quartiles, strict=False)),
-        "groups_without_spread": sum(spread <= 1 for spread in spreads) / max(1, len(measured.rows)),
+        "groups_without_spread": sum(spread <= 1 for spread in spreads) / max(1, len(trial.rows)),
         "seconds": {"p50": p50, "p95": p95, "max": most},
     }
 
 
-def oddest(measured: Measured) -> list[dict[str, Any]]:
+def oddest(trial: Trial) -> list[dict[str, Any]]:
     """Return the rows with the smallest margin of the gold answer over the best cheat, in ascending order."""
     odd = []
-    for row in measured.rows:
-        found = {name: cheat_score(row.scores, name) for name in cheats_to_try(measured.reads_gold)}
+    for row in trial.rows:
+        found = {name: cheat_score(row.scores, name) for name in cheats_to_try(trial.reads_gold)}
         cheats = {name: score for name, score in found.items() if score is not None}
         if row.best_gold is None or not cheats:
             continue
@@ -53,7 +53,7 @@ def oddest(measured: Measured) -> list[dict[str, Any]]:
     return [dict(zip(names, each, strict=True)) for each in sorted(odd)[:ODDEST]]
 
 
-def describe(functions: Sequence[Measured], sampled: Sampled | None, diagnosis: Diagnosis) -> str:
+def describe(functions: Sequence[Trial], sampled: Sampled | None, diagnosis: Diagnosis) -> str:
     """Return the report as text: notes, findings about the data, a section for each function and for sampled
     completions, and a count.
 
@@ -73,9 +73,9 @@ def describe(functions: Sequence[Measured], sampled: Sampled | None, diagnosis: 
     return "\n\n".join([*map("\n".join, filter(None, sections)), closing_line(findings)])
 
 
-def figure_lines(measured: Measured) -> list[str]:
+def figure_lines(trial: Trial) -> list[str]:
     """Return the figures of a function as lines."""
-    found = figures(measured)
+    found = figures(trial)
     seconds = ", ".join(f"{name} {1e3 * value:.3g}" for name, value in found["seconds"].items())
     return [
         found["function"],
@@ -88,10 +88,10 @@ def figure_lines(measured: Measured) -> list[str]:
     ]
 
 
-def oddest_lines(measured: Measured) -> list[str]:
+def oddest_lines(trial: Trial) -> list[str]:
     """Return the oddest rows of a function as lines, under a heading."""
     lines = []
-    for row in oddest(measured):
+    for row in oddest(trial):
         text = " ".join(row["completion"].split())[:WIDTH]
         lines.append(f"    row {row['row']}: {row['gold']:.3g}, {row['score']:.3g} for {row['cheat']!r} {text!r}")
     heading = "  oddest rows: score of the gold answer, and of the completion that gets the most without it"
@@ -107,7 +107,7 @@ def sampled_line(sampled: Sampled) -> str:
     )
 
 
-def reward_data(functions: Sequence[Measured], sampled: Sampled | None, diagnosis: Diagnosis) -> dict[str, Any]:
+def reward_data(functions: Sequence[Trial], sampled: Sampled | None, diagnosis: Diagnosis) -> dict[str, Any]:
     """Return the report as plain values."""
     shown = [figures(each) | {"oddest": oddest(each)} for each in functions]
     lines = {"checked": diagnosis.checked, "not_checked": diagnosis.not_checked}

@@ -1,4 +1,4 @@
-"""The main thread's sign of life: its position, and the time since its last progress."""
+"""The main thread's sign of life: its position, and the time since it last was alive."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ NUM_FRAMES = 12
 _last_mark = time.monotonic()
 
 
-def mark_progress() -> None:
-    """Note progress. Also call this while the run waits for something slow, so that it does not count as stuck."""
+def mark_alive() -> None:
+    """Note a sign of life. Also call this while the run waits for something slow: it is not stuck."""
     global _last_mark
     _last_mark = time.monotonic()
 
 
 class SignOfLife(Listener):
-    """Marks progress as each stage and each item of work begins."""
+    """Gives a sign of life as each stage and each item of work begins."""
 
     def stage(self, stage: Stage) -> AbstractContextManager[Any]:
-        mark_progress()
+        mark_alive()
         return nullcontext()
 
     def work(self, work: Any) -> AbstractContextManager[Any]:
-        mark_progress()
+        mark_alive()
         return nullcontext()
 
 
-def seconds_without_progress() -> float:
-    """Return the seconds since the last `mark_progress`."""
+def seconds_without_sign() -> float:
+    """Return the seconds since the last `mark_alive`."""
     return time.monotonic() - _last_mark
 
 

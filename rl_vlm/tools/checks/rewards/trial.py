@@ -59,7 +59,7 @@ class TriedRow(NamedTuple):
 
 
 @dataclass
-class Measured:
+class Trial:
     """Scores and times of one function on all rows that it applies to."""
 
     name: str
@@ -80,13 +80,13 @@ class Measured:
         return [score for row in self.rows for score in row.scores.values() if isinstance(score, float)]
 
 
-def measure_functions(
+def try_functions(
     data_config: DataConfig,
     rewards: RewardsConfig,
     num_rows: int,
     builder: PromptBuilder | None = None,
     has_tools: bool = False,
-) -> Checking[list[Measured]]:
+) -> Checking[list[Trial]]:
     """Score made-up completions of up to `num_rows` training rows, evenly spread, with each reward function.
 
     `builder` is the run's prompt builder, which chooses the frames of videos. Without it, frames have even distances.
@@ -106,7 +106,7 @@ def measure_functions(
             if reason := why_left_out(reward, data.columns):
                 yield Note(f"{reward.name}: {reason}", is_checked=False)
             else:
-                found.append(measure(reward, indices, samples, data.columns))
+                found.append(try_function(reward, indices, samples, data.columns))
         return found
 
 
@@ -139,13 +139,13 @@ def read_samples(
     return [index for index, _ in found], [sample for _, sample in found]
 
 
-def measure(reward: Reward, indices: Sequence[int], samples: Sequence[Sample], columns: Sequence[str]) -> Measured:
+def try_function(reward: Reward, indices: Sequence[int], samples: Sequence[Sample], columns: Sequence[str]) -> Trial:
     """Call a function once for the completions of each row, as training calls it.
 
     The wrong answer of a row is the gold answer of the next row with a different one.
     """
     known = parameters(reward.function)
-    found = Measured(reward.name, reward.weight, needs_gold(reward, columns), len(samples))
+    found = Trial(reward.name, reward.weight, needs_gold(reward, columns), len(samples))
     empty = {name for name in reward.columns.difference(OFFERED) if all(s.columns.get(name) is None for s in samples)}
     found.empty_columns = sorted(name for name in empty if name in columns or known[name].default is Parameter.empty)
     with random_states_kept(), chdir("."):
@@ -181,7 +181,7 @@ def question_of(sample: Sample) -> str:
     return completion_text([message for message in sample.prompt if message["role"] == "user"][-1:] or sample.prompt)
 
 
-def score_again(reward: Reward, sample: Sample, other: Sample | None, columns: Sequence[str], found: Measured) -> None:
+def score_again(reward: Reward, sample: Sample, other: Sample | None, columns: Sequence[str], found: Trial) -> None:
     """Score the last row again, unchanged. If the scores are equal, score it with the columns of another row, too."""
     texts, scores = list(found.rows[-1].texts.values()), list(found.rows[-1].scores.values())
     is_equal = score_texts(reward, sample, texts, columns) == scores
