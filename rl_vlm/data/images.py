@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import math
 import re
 import stat
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps, TiffImagePlugin, UnidentifiedImageError
 
 from rl_vlm.data.media import BASE64, AboveLimit, any_in, ends_like, media_errors
 
@@ -24,6 +25,7 @@ FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF")
 SENT_FORMATS = ("PNG", "JPEG", "WEBP")
 """Formats that are sent to servers unchanged. Images in other formats are sent as PNG."""
 SUFFIX = re.compile(r"\.(png|jpe?g|jfif|webp|bmp|tiff?|gif)([?#]\S*)?\Z", re.IGNORECASE)
+WHITESPACE = b" \t\r\n\f\v"
 KEYS = ("image", "bytes", "path")
 """Keys for the image in a dict. The first one that is filled counts."""
 SIZE_KEYS = ("min_pixels", "max_pixels", "resized_height", "resized_width")
@@ -138,7 +140,7 @@ def open_image(value: Any, folder: Path) -> AbstractContextManager[Any]:
         return open_regular_file(folder, str(path))
     if isinstance(content, str):
         encoded = content.partition(",")[2] if content.startswith("data:") else content
-        return BytesIO(base64.b64decode("".join(encoded.split()), validate=True))
+        return BytesIO(base64.b64decode(encoded.encode("ascii").translate(None, WHITESPACE), validate=True))
     if isinstance(content, bytes):
         return BytesIO(content)
     if hasattr(content, "read"):
@@ -233,7 +235,7 @@ def pixel_limits(data: DataConfig) -> dict[str, int]:
 
 
 def _check_header(image: Image.Image, max_pixels: int) -> int:
-    width, height = image.size
+    width, height = max(image.size, _tile_size(image), key=math.prod)
     if width * height > max_pixels:
         raise TooManyPixels(
             f"{width} × {height} = {width * height} pixels are more than data.max_image_pixels = {max_pixels}. "
@@ -245,6 +247,12 @@ def _check_header(image: Image.Image, max_pixels: int) -> int:
             "Scale it to 8 bits first."
         )
     return width * height
+
+
+def _tile_size(image: Image.Image) -> tuple[int, int]:
+    """Return width and height of the tiles of a TIFF, else (0, 0). A tile is decoded whole, however small the image."""
+    tags = getattr(image, "tag_v2", {})
+    return int(tags.get(TiffImagePlugin.TILEWIDTH, 0)), int(tags.get(TiffImagePlugin.TILELENGTH, 0))
 
 
 def _is_sent_as_it_is(image: Image.Image) -> bool:

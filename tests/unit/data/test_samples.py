@@ -1,7 +1,10 @@
 import base64
 import io
 import json
+import struct
 import sys
+import tracemalloc
+import zlib
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,6 +15,7 @@ import pytest
 from PIL import Image, ImageFile
 
 from rl_vlm.config.schema import DataConfig
+from rl_vlm.data.images import open_image
 from rl_vlm.data.samples import Rows, load_rows
 from rl_vlm.errors import DataError
 
@@ -553,6 +557,31 @@ def test_the_pixel_cap_is_checked_on_the_header(rows_of, monkeypatch: pytest.Mon
     monkeypatch.setattr(ImageFile.ImageFile, "load", lambda image: pytest.fail("decoded"))
     with pytest.raises(DataError, match=r"row 0, column image: .*100 × 50 = 5000 pixels.*max_image_pixels = 4999"):
         rows[0]
+
+
+def tiff_of_one_tile(width: int, height: int) -> bytes:
+    """A grey TIFF of 1 × 1 pixels with a tile of this size."""
+    tile = zlib.compress(bytes(width * height))
+    fields = {256: 1, 257: 1, 258: 8, 259: 8, 262: 1, 277: 1, 322: width, 323: height, 324: 134, 325: len(tile)}
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in fields.items())
+    return struct.pack("<4sIH", b"II*\0", 8, len(fields)) + entries + bytes(4) + tile
+
+
+def test_the_pixel_cap_is_checked_on_the_tiles_of_a_tiff(rows_of):
+    row = {"prompt": "a", "image": tiff_of_one_tile(112, 48)}
+    assert rows_of([row])[0].images[0].size == (1, 1)
+    with pytest.raises(DataError, match=r"row 0, column image: .*112 × 48 = 5376 pixels.*max_image_pixels = 4999"):
+        rows_of([row], max_image_pixels=4999)[0]
+
+
+def test_base64_text_with_many_spaces_takes_no_more_memory_than_without():
+    url = "data:image/png;base64," + "\n".join(["AA"] * 2**18)
+    tracemalloc.start()
+    with open_image(url, Path()) as file:
+        peak = tracemalloc.get_traced_memory()[1]
+        assert len(file.read()) == 3 * 2**17
+    tracemalloc.stop()
+    assert peak < 4 * len(url)
 
 
 def test_exif_orientation_is_applied(rows_of):
