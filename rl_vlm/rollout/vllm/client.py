@@ -16,8 +16,8 @@ HEALTH_SECONDS = 30.0
 """Seconds within which a server must answer a health check."""
 WATCH_SECONDS = 15.0
 """Seconds between health checks during a request."""
-LARGEST_ANSWER = 2**40
-"""Maximum bytes of an answer, which holds all tokens of a batch with their log-probs: none in practice."""
+BYTES_PER_TOKEN = 2**10
+"""Maximum bytes of a token in an answer: its id, text, bytes and log-prob."""
 TOKEN = "RL_VLM_SERVER_TOKEN"
 """Environment variable with the token that trainer and servers share."""
 
@@ -44,13 +44,16 @@ class VLLMClient:
         """Send a GET request and return the answer. See `send`."""
         return self.send("GET", path)
 
-    def post(self, path: str, body: dict[str, Any] | None = None) -> Any:
+    def post(self, path: str, body: dict[str, Any] | None = None, num_tokens: int = 0) -> Any:
         """Send a POST request and return the answer. See `send`."""
-        return self.send("POST", path, body or {})
+        return self.send("POST", path, body or {}, num_tokens)
 
-    def send(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        """Send a request and return the answer: parsed JSON, text if it is not JSON, or None if it is empty."""
-        request = self.content(method, path, self.timeout, body)
+    def send(self, method: str, path: str, body: dict[str, Any] | None = None, num_tokens: int = 0) -> Any:
+        """Send a request and return the answer: parsed JSON, text if it is not JSON, or None if it is empty.
+
+        `num_tokens` is the largest number of tokens in the answer, which limits its bytes.
+        """
+        request = self.content(method, path, self.timeout, body, num_tokens)
         content = run(watched(request, self.answer_health_check, WATCH_SECONDS))
         try:
             return json.loads(content) if content else None
@@ -90,11 +93,12 @@ class VLLMClient:
                 return None
         raise ServerLost(f"The vLLM server {self.url} is not up after {seconds:g} s (vllm.vllm_server_timeout).")
 
-    async def content(self, method: str, path: str, timeout: float, body: Any = None) -> bytes:
+    async def content(self, method: str, path: str, timeout: float, body: Any = None, num_tokens: int = 0) -> bytes:
         """Send a request and return the answer's content. `timeout` is in seconds."""
+        largest = http.LARGEST_BODY + BYTES_PER_TOKEN * num_tokens
         try:
             url = f"{self.url}{path}"
-            return await http.send(method, url, self.token, body, timeout, LARGEST_ANSWER, use_proxies=False)
+            return await http.send(method, url, self.token, body, timeout, largest, use_proxies=False)
         except http.RequestError as error:
             if error.status is None:
                 raise ServerLost(f"The vLLM server {self.url} does not answer ({error.detail or error}).") from None

@@ -172,8 +172,9 @@ class VLLMServers(RolloutEngine):
 
     def asked(self, client: VLLMClient, body: dict[str, Any]) -> GenerateResponse:
         """Send a request to a server, and return its response. Raises ServerLost if another server may succeed."""
+        sampled = body["sampling_params"]["n"] * body["sampling_params"]["max_tokens"]
         try:
-            response = client.post("/inference/v1/generate", body)
+            response = client.post("/inference/v1/generate", body, self.max_model_length + sampled)
             completions = [read_completion(client, choice) for choice in response["choices"]]
             self.check_weights(client, {version for completion in completions for version in completion.versions})
             return GenerateResponse(response["prompt_token_ids"], completions)

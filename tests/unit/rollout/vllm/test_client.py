@@ -112,3 +112,14 @@ def test_answers_without_json(server):
     assert server.client(timeout=5.0).get("/reset") is None
     server.body = b"Success: adapter loaded."
     assert server.client(timeout=5.0).get("/load") == "Success: adapter loaded."
+
+
+def test_the_bytes_of_an_answer_are_bounded_by_its_tokens(server, monkeypatch):
+    monkeypatch.setattr(vllm_client.http, "LARGEST_BODY", 1000)
+    monkeypatch.setattr(vllm_client, "WATCH_SECONDS", 10.0)
+    server.body = b"x" * (1000 + 1024)
+    client = server.client(10.0)
+    assert len(client.send("GET", "/weight_info", num_tokens=1)) == 2024
+    server.body += b"x"
+    with pytest.raises(ServerLost, match="answers with more than 0 MiB"):
+        client.send("GET", "/weight_info", num_tokens=1)

@@ -38,11 +38,11 @@ class Server(VLLMClient):
             "/metrics": None,
         }[path]
 
-    def post(self, path: str, body: dict[str, Any] | None = None) -> Any:
+    def post(self, path: str, body: dict[str, Any] | None = None, num_tokens: int = 0) -> Any:
         if self.is_dead:
             raise ServerLost(f"The vLLM server {self.url} does not answer.")
         if path == "/inference/v1/generate":
-            self.asked = body
+            self.asked, self.num_tokens = body, num_tokens
             raise RolloutError("asked")
         assert (self.folder / "adapter").exists()
         body = body or {}
@@ -104,6 +104,7 @@ def test_a_rows_own_file_goes_to_a_server_as_it_is(tmp_path: Path):
     request = RolloutRequest("g", Prompt(sample, torch.zeros(3, dtype=torch.int64), {}, {}))
     with pytest.raises(RolloutError, match="asked"):
         engine.generate([request], Sampling(2, 8, 1.0, seed=0))
+    assert server.num_tokens == 64 + 2 * 8, "a prompt, and two completions"
     made, own = server.asked["content_parts"]
     assert made["url"].startswith("data:image/png;base64,iVBOR")
     assert own == {"type": "image_url", "url": f"data:image/jpeg;base64,{base64.b64encode(jpeg(image)).decode()}"}
