@@ -155,7 +155,7 @@ class ChatHandler(BaseHTTPRequestHandler):
         length = self.body_length()
         with self.server.body_bytes.held(length, self.end - time.monotonic()):
             request = read_request(self.body(length))
-            answer = self.server.service.answer(request, self.end)
+            answer = self.server.service.answer(request, self.end, self.is_gone)
         if request.stream:
             events = answer.events(request.stream_options.include_usage)
             content = "".join(f"data: {event}\n\n" for event in events)
@@ -183,6 +183,16 @@ class ChatHandler(BaseHTTPRequestHandler):
                 pass
         except OSError as error:
             logger.info("the client of %s has gone: %s", self.path, error)
+
+    def is_gone(self) -> bool:
+        """Return whether the client has closed its side of the connection."""
+        self.connection.settimeout(0.0)
+        try:
+            return not self.connection.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
 
     def check_key(self) -> None:
         """Raise APIError unless the request has the key, if there is one. Compares in constant time."""

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import re
 import secrets
-import threading
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,9 +18,9 @@ from rl_vlm.data.images import check_image, pixel_limits, read_image
 from rl_vlm.data.prompts import PromptBuilder
 from rl_vlm.errors import DataError
 from rl_vlm.tools.serving.batches import Batches
-from rl_vlm.tools.serving.budget import Budget, NotInTime
+from rl_vlm.tools.serving.budget import Budget
 from rl_vlm.tools.serving.protocol import APIError, ChatAnswer, ChatMessage, ChatRequest, Choice, ImagePart
-from rl_vlm.types import Completion, Group, Prompt, RolloutRequest, Sample, Sampling
+from rl_vlm.types import Completion, Prompt, RolloutRequest, Sample, Sampling
 
 T = TypeVar("T")
 DATA_URL = re.compile(r"data:image/[^,\s]{1,99};base64,")
@@ -46,13 +44,13 @@ class ChatService:
         self.context = context
         self.default = default
         self.pixels = Budget(max(MAX_PIXELS, data.max_image_pixels))
-        self.building = threading.Lock()  # tokenizers are not safe for threads
+        self.building = Budget(1)  # tokenizers are not safe for threads
 
-    def answer(self, request: ChatRequest, end: float) -> ChatAnswer:
-        """Wait for the completions of a request until `end`, a time of `time.monotonic`.
+    def answer(self, request: ChatRequest, end: float, is_gone: Callable[[], bool]) -> ChatAnswer:
+        """Wait for the completions of a request until `end`, a time of `time.monotonic`, or until its client `is_gone`.
 
         Raises APIError if the request cannot be answered, DataError if the engine refuses it, NotInTime after `end`,
-        and Stopping if the endpoint stops.
+        ConnectionError if the client is gone, and Stopping if the endpoint stops.
         """
         check_served(request, self.name, self.data)
         num_pixels = count_pixels(request.messages, self.data.max_image_pixels)
@@ -60,22 +58,17 @@ class ChatService:
             message = f"the images have {num_pixels} pixels, and the endpoint takes at most {self.pixels.total}"
             raise APIError(400, message, "messages", "too_many_pixels")
         with self.pixels.held(num_pixels, end - time.monotonic()):
-            prompt = self.build(to_sample(request.messages, self.data.max_image_pixels))
+            prompt = self.build(to_sample(request.messages, self.data.max_image_pixels), end)
             draw = secrets.token_hex(8) if request.seed is None else f"seed {request.seed}"
             sampling = to_sampling(request, len(prompt.token_ids), self.context, self.default)
-            future: Future[Group] = self.batches.submit(RolloutRequest(draw, prompt), sampling)
-            try:
-                completions = future.result(end - time.monotonic()).completions
-            except TimeoutError:
-                future.cancel()
-                raise NotInTime from None
+            completions = self.batches.group(RolloutRequest(draw, prompt), sampling, end, is_gone).completions
         choices = [to_choice(one, request.stop, self.builder.processor.tokenizer) for one in completions]
         return ChatAnswer(self.name, choices, len(prompt.token_ids))
 
-    def build(self, sample: Sample) -> Prompt:
-        """Build the prompt. Raises APIError if the processor refuses it."""
+    def build(self, sample: Sample, end: float) -> Prompt:
+        """Build the prompt. Raises APIError if the processor refuses it, NotInTime if others build until `end`."""
         try:
-            with self.building:
+            with self.building.held(1, end - time.monotonic()):
                 return self.builder.build(sample)
         except DataError as error:
             raise APIError(400, str(error), "messages") from error

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -14,6 +17,7 @@ import torch
 from rl_vlm.errors import DataError
 from rl_vlm.tools.serving import batches
 from rl_vlm.tools.serving.batches import Batches, Stopping
+from rl_vlm.tools.serving.budget import NotInTime
 from rl_vlm.types import Group, Prompt, RolloutRequest, Sample, Sampling
 
 GREEDY = Sampling(1, 4, 0.0, 0)
@@ -140,3 +144,43 @@ def test_a_request_that_is_given_up_while_it_is_generated_does_no_harm():
     time.sleep(0.1)
     assert given_up.cancel()
     assert jobs.submit(request("b"), GREEDY).result(5).group_id == "b"
+
+
+@pytest.mark.parametrize(("seconds", "is_gone", "error"), [(9.0, True, ConnectionError), (0.0, False, NotInTime)])
+def test_a_request_without_a_client_or_time_leaves_the_queue(seconds, is_gone, error):
+    jobs = Batches(Engine(), 64)
+    with pytest.raises(error):
+        jobs.group(request("a"), GREEDY, time.monotonic() + seconds, lambda: is_gone)
+    assert (jobs.waiting, jobs.unanswered) == ({}, set())
+
+
+def test_a_client_that_goes_while_it_waits_is_noticed(monkeypatch):
+    monkeypatch.setattr(batches, "WATCH_SECONDS", 0.01)
+    jobs, looks = Batches(Engine(), 64), iter([False, False, True])
+    with pytest.raises(ConnectionError):
+        jobs.group(request("a"), GREEDY, time.monotonic() + 20, lambda: next(looks))
+
+
+@pytest.mark.parametrize("names", [["good"], ["bad"], ["good", "bad", "other"]], ids="-".join)
+def test_no_prompt_is_held_after_its_answer(names):
+    """A garbage collection would find the cycle of an error and its traceback, but nobody knows when."""
+    jobs = Batches(Engine(), len(names))
+    requests = [request(name) for name in names]
+    prompts = [weakref.ref(each.prompt) for each in requests]
+
+    def ask(each: RolloutRequest) -> None:
+        with suppress(DataError):
+            jobs.group(each, GREEDY, time.monotonic() + 20, lambda: False)
+
+    threads = [threading.Thread(target=ask, args=[requests.pop()]) for _ in names]
+    gc.disable()
+    try:
+        for thread in threads:
+            thread.start()
+        start(jobs.run)
+        for thread in threads:
+            thread.join()
+        time.sleep(0.2)  # the engine's thread waits for the next batch
+        assert [prompt() for prompt in prompts] == [None] * len(names)
+    finally:
+        gc.enable()

@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -40,8 +40,9 @@ class Service(ChatService):
         self.may_answer.set()
         self.requests: list[float] = []
 
-    def answer(self, request: ChatRequest, end: float) -> ChatAnswer:
+    def answer(self, request: ChatRequest, end: float, is_gone: Callable[[], bool]) -> ChatAnswer:
         self.requests.append(end)
+        self.is_gone = is_gone
         self.may_answer.wait(20)
         return ChatAnswer("m", [Choice("Hi", "stop", 1)], 1)
 
@@ -188,3 +189,12 @@ def test_the_end_does_not_wait_for_connections_that_ask_nothing(server, monkeypa
         start = time.monotonic()
         server.stop()
         assert time.monotonic() - start < 3
+
+
+def test_a_client_that_has_gone_is_noticed(server, service):
+    service.may_answer.clear()
+    client = connect(server, head(len(BODY)) + BODY)
+    wait_until(lambda: service.requests)
+    assert not service.is_gone()
+    client.close()
+    wait_until(service.is_gone)
