@@ -38,13 +38,19 @@ NO_VIDEOS = (
 
 
 class APIError(Exception):
-    """An error in OpenAI's form, with its HTTP status."""
+    """An error in OpenAI's form, with its HTTP status. Texts of the client are shortened."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+        message, param = shorten(message, 1000), param and shorten(param)
         super().__init__(message)
         self.status = status
         kind = "server_error" if status >= 500 else "invalid_request_error"
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+    @property
+    def answer(self) -> tuple[int, dict[str, Any]]:
+        """Return the status and the body."""
+        return self.status, self.body
 
 
 class Strict(BaseModel):

@@ -2,7 +2,8 @@
 
 Every thread has one connection, and every connection one request. A request is bounded before memory is used for it:
 
-connection: MAX_CONNECTIONS ─ head: READ_SECONDS ─ key ─ body: MAX_BODIES, READ_SECONDS ─ answer: REQUEST_SECONDS
+connection: MAX_CONNECTIONS ─ head: MAX_HEAD, READ_SECONDS ─ key ─ body: MAX_BODIES, READ_SECONDS
+                            ─ answer: REQUEST_SECONDS
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import io
 import json
 import logging
 import socket
+import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -25,10 +27,13 @@ from rl_vlm.tools.serving.service import ChatService
 
 logger = logging.getLogger(__name__)
 
+JSON = "application/json"
 API_KEY = "RL_VLM_API_KEY"
 """Environment variable of the key that requests must have, if it is set."""
 MAX_CONNECTIONS = 512
 """Connections at once. Others wait in the system's queue."""
+MAX_HEAD = 2**16
+"""Bytes of the head of a request."""
 MAX_BODIES = 256 * 2**20
 """Bytes of the bodies of all requests at once, and of the largest body."""
 READ_SECONDS = 60.0
@@ -100,23 +105,31 @@ class ChatServer(ThreadingHTTPServer):
 
 
 class Incoming(io.RawIOBase):
-    """Bytes from a client, up to a deadline that pauses of the client do not extend."""
+    """Bytes from a client, up to a number and a deadline that pauses of the client do not extend."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
-        self.allow(READ_SECONDS)
+        self.allow(MAX_HEAD, READ_SECONDS)
 
-    def allow(self, seconds: float) -> None:
-        """Let the client send for `seconds` from now on."""
+    def allow(self, num_bytes: int, seconds: float) -> None:
+        """Let the client send `num_bytes` within `seconds` from now on."""
+        self.num_left = num_bytes
         self.end = time.monotonic() + seconds
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Wait for bytes. Raises TimeoutError after the end."""
-        self.connection.settimeout(max(self.end - time.monotonic(), 1e-3))
-        return self.connection.recv_into(buffer)
+        """Wait for bytes. Raises TimeoutError after the end, and ConnectionError after the last allowed byte."""
+        seconds = self.end - time.monotonic()
+        if seconds <= 0:
+            raise TimeoutError
+        if self.num_left == 0:
+            raise ConnectionError("it has sent too much")
+        self.connection.settimeout(seconds)
+        num = self.connection.recv_into(buffer, min(len(buffer), self.num_left))
+        self.num_left -= num
+        return num
 
 
 class ChatHandler(BaseHTTPRequestHandler):
@@ -130,6 +143,19 @@ class ChatHandler(BaseHTTPRequestHandler):
         self.end = time.monotonic() + REQUEST_SECONDS
         self.incoming = Incoming(self.connection)
         self.rfile = io.BufferedReader(self.incoming)
+        self.expects_continue = False
+
+    def handle(self) -> None:
+        """Read the request and answer it. If the client goes, or if its head is too long, close the connection."""
+        try:
+            super().handle()
+        except OSError as error:
+            logger.info("a client has gone: %s", error)
+
+    def handle_expect_100(self) -> bool:
+        """Let `body` ask for the body, so that the key is checked first."""
+        self.expects_continue = True
+        return True
 
     def do_GET(self) -> None:
         self.respond(self.get)
@@ -152,31 +178,44 @@ class ChatHandler(BaseHTTPRequestHandler):
         self.check_key()
         if self.path != "/v1/chat/completions":
             raise self.unknown_route()
-        length = self.body_length()
+        self.write(200, *self.completion(self.body_length()))
+
+    def completion(self, length: int) -> tuple[bytes, str]:
+        """Read the body and return the answer with its type. The request is not held while the answer is sent."""
         with self.server.body_bytes.held(length, self.end - time.monotonic()):
             request = read_request(self.body(length))
             answer = self.server.service.answer(request, self.end, self.is_gone)
         if request.stream:
             events = answer.events(request.stream_options.include_usage)
             content = "".join(f"data: {event}\n\n" for event in events)
-            return self.write(200, content.encode(), "text/event-stream; charset=utf-8")
-        self.send(200, answer.body())
+            return content.encode(), "text/event-stream; charset=utf-8"
+        return json.dumps(answer.body()).encode(), JSON
 
     def respond(self, answer: Any) -> None:
         """Call `answer`. If it raises an error, send the error in OpenAI's form."""
         self.close_connection = True
+        refusal = self.refusal(answer)
+        if refusal:
+            self.send(*refusal)
+            self.discard()
+
+    def refusal(self, answer: Any) -> tuple[int, dict[str, Any]] | None:
+        """Call `answer`, and return the status and the body of its error.
+
+        The error itself holds the request, through the frames of its traceback. Therefore it ends with this function,
+        and no variable refers to it.
+        """
         try:
             answer()
         except (ConnectionError, TimeoutError):
             pass  # the client has gone, or has stopped sending
         except Exception as error:
-            problem = api_error(error)
-            self.send(problem.status, problem.body)
-            self.discard()
+            return api_error(error).answer
+        return None
 
     def discard(self) -> None:
         """Read the rest of the request and keep none of it: a client that still sends would not read the answer."""
-        self.incoming.allow(DISCARD_SECONDS)
+        self.incoming.allow(sys.maxsize, DISCARD_SECONDS)
         try:
             self.connection.shutdown(socket.SHUT_WR)
             while self.rfile.read1(2**16):
@@ -207,13 +246,15 @@ class ChatHandler(BaseHTTPRequestHandler):
         length = self.headers.get("Content-Length", "")
         if not length.isdecimal():
             raise APIError(411, "the request has no Content-Length")
-        if int(length) > MAX_BODIES:
+        if len(length) > 18 or int(length) > MAX_BODIES:
             raise APIError(413, f"the body has {length} bytes, and the endpoint takes at most {MAX_BODIES}")
         return int(length)
 
     def body(self, length: int) -> bytes:
         """Read the body. Raises ConnectionError if the client ends it early, TimeoutError if it takes too long."""
-        self.incoming.allow(READ_SECONDS)
+        self.incoming.allow(length, READ_SECONDS)
+        if self.expects_continue:
+            super().handle_expect_100()
         content = self.rfile.read(length)
         if len(content) < length:
             raise ConnectionError
@@ -226,7 +267,7 @@ class ChatHandler(BaseHTTPRequestHandler):
         )  # fmt: skip
 
     def send(self, status: int, body: dict[str, Any]) -> None:
-        self.write(status, json.dumps(body).encode(), "application/json")
+        self.write(status, json.dumps(body).encode(), JSON)
 
     def write(self, status: int, content: bytes, kind: str) -> None:
         """Send one whole answer."""

@@ -107,6 +107,20 @@ def test_a_video_is_refused_in_a_sentence(part):
     )
 
 
+LONG = "x" * 2**20
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"model": LONG}, {LONG: 1}, {"n": LONG}, {"mm_processor_kwargs": {"a": LONG}},
+     {"messages": [{"role": "user", "content": "", LONG: 1}]}],
+)  # fmt: skip
+def test_errors_shorten_texts_of_the_client(wrong):
+    with pytest.raises(APIError) as refused:
+        check_served(read(**wrong), "m", DataConfig())
+    assert len(json.dumps(refused.value.body)) < 2000
+
+
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b"[" * 100_000])
 def test_bodies_that_are_no_object(content):
     assert refusal(content)[0] == 400

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import socket
+import struct
 import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
+from rl_vlm.config.schema import DataConfig
 from rl_vlm.tools.serving import server as module
 from rl_vlm.tools.serving.batches import Batches
 from rl_vlm.tools.serving.budget import Budget
 from rl_vlm.tools.serving.protocol import ChatAnswer, ChatRequest, Choice
-from rl_vlm.tools.serving.server import ChatServer
-from rl_vlm.tools.serving.service import ChatService
+from rl_vlm.tools.serving.server import ChatHandler, ChatServer, Incoming
+from rl_vlm.tools.serving.service import ChatService, check_served
 from tests.helpers.chat_client import fetch
 
 KEY = "secret"
@@ -41,6 +45,7 @@ class Service(ChatService):
         self.requests: list[float] = []
 
     def answer(self, request: ChatRequest, end: float, is_gone: Callable[[], bool]) -> ChatAnswer:
+        check_served(request, self.name, DataConfig())
         self.requests.append(end)
         self.is_gone = is_gone
         self.may_answer.wait(20)
@@ -110,6 +115,93 @@ def test_a_refused_body_is_read_to_its_end_and_not_kept(server):
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 4 * 2**20
+
+
+def with_text(text: str, **body: Any) -> bytes:
+    return json.dumps({"model": "m", "messages": [{"role": "user", "content": text}], **body}).encode()
+
+
+LARGE = "x" * 2**23
+BODIES = {
+    "taken": (200, with_text(LARGE)),
+    "no JSON": (400, with_text(LARGE) + b"}"),
+    "unknown parameter": (400, with_text(LARGE, unknown=LARGE)),
+    "wrong value": (400, with_text(LARGE, n=LARGE)),
+    "wrong model": (404, with_text(LARGE, model="other")),
+}
+
+
+@pytest.mark.parametrize(("expected", "body"), BODIES.values(), ids=BODIES)
+def test_no_request_is_held_while_its_answer_is_sent(server, expected, body, monkeypatch):
+    held, write, request = [], ChatHandler.write, head(len(body)) + body
+
+    def watched(handler: ChatHandler, *answer: Any) -> None:
+        held.append(tracemalloc.get_traced_memory()[0])
+        write(handler, *answer)
+
+    monkeypatch.setattr(ChatHandler, "write", watched)
+    gc.disable()
+    tracemalloc.start()
+    try:
+        assert status(connect(server, request)) == expected
+    finally:
+        tracemalloc.stop()
+        gc.enable()
+    assert held[0] < 2**20
+
+
+def test_a_head_has_a_bounded_length(server):
+    line = b"X: " + b"x" * 60_000 + b"\r\n"
+    tracemalloc.start()
+    client = connect(server, b"POST /v1/chat/completions HTTP/1.1\r\n")
+    with client, suppress(ConnectionError):
+        for _ in range(90):
+            client.sendall(line)
+        client.sendall(b"\r\n")
+        assert client.recv(1) == b""
+    wait_until(lambda: server.connections.left == server.connections.total)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**20
+
+
+@pytest.mark.parametrize(("digits", "expected"), [("9" * 5000, 413), ("9" * 18, 413)])
+def test_a_body_of_any_announced_length_is_refused(server, digits, expected):
+    request = f"POST /v1/chat/completions HTTP/1.1\r\nAuthorization: Bearer {KEY}\r\nContent-Length: {digits}\r\n\r\n"
+    assert status(connect(server, request.encode())) == expected
+
+
+@pytest.mark.parametrize(("key", "expected"), [(KEY, [100, 200]), ("wrong", [401])])
+def test_the_key_is_checked_before_a_client_is_asked_for_the_body(server, key, expected):
+    client = connect(server, head(len(BODY), key).replace(b"\r\n\r\n", b"\r\nExpect: 100-continue\r\n\r\n"))
+    first = int(client.recv(12).split()[1])
+    if first == 100:
+        assert client.recv(2**16) == b" Continue\r\n\r\n"
+        client.sendall(BODY)
+    found = [first, status(client)] if first == 100 else [first]
+    client.close()
+    assert found == expected
+
+
+def test_a_connection_that_is_reset_is_no_error_of_the_server(server, capsys):
+    client = connect(server, b"POST /v1")
+    wait_until(lambda: server.connections.left < server.connections.total)
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    client.close()
+    wait_until(lambda: server.connections.left == server.connections.total)
+    assert capsys.readouterr().err == ""
+
+
+def test_bytes_that_arrive_after_the_end_are_not_read():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(b"x")
+        incoming, buffer = Incoming(ours), bytearray(1)
+        incoming.allow(1, 0.0)
+        with pytest.raises(TimeoutError):
+            incoming.readinto(buffer)
+        incoming.allow(1, 5.0)
+        assert (incoming.readinto(buffer), buffer) == (1, b"x")
 
 
 def test_the_rest_of_a_refused_body_is_read_for_a_bounded_time(server, monkeypatch):
