@@ -206,6 +206,31 @@ def test_the_pixels_of_a_request_are_bounded(server, monkeypatch):
     assert error["message"] == "the images have 8256 pixels, and the endpoint takes at most 8192"
 
 
+def test_the_images_of_a_request_are_bounded(server, monkeypatch):
+    """A small image of 576 × 16 pixels becomes 192 × 8 in fp32, twice, as two frames, and a grid of 3 numbers."""
+    assert server.service.images.total == 3 * 2**30 // (192 * 8 * 3 * 4 * 2 + 3 * 8)
+    monkeypatch.setattr(server.service, "images", Budget(2))
+    assert chat(server.url, question(LARGE, LARGE))["usage"]["prompt_tokens"] > 0
+    status, error = refused(server, messages=question(LARGE, LARGE, LARGE))
+    assert (status, error["code"]) == (400, "too_many_images")
+    assert error["message"] == "the messages have 3 images, and the endpoint takes at most 2"
+    assert server.service.images.left == 2
+
+
+def test_a_long_text_is_refused_before_it_is_processed(server, monkeypatch):
+    monkeypatch.setattr(server.service.builder, "build", lambda sample: pytest.fail("built"))
+    status, error = refused(server, messages=[{"role": "user", "content": "a b " * 50_000}])
+    assert (status, error["code"]) == (400, "context_length_exceeded")
+
+
+def test_a_request_that_waits_for_the_processor_is_answered_in_time(server, monkeypatch):
+    monkeypatch.setattr("rl_vlm.tools.serving.server.REQUEST_SECONDS", 0.5)
+    start = time.monotonic()
+    with server.service.building.held(1, 9.0):
+        assert refused(server)[0] == 503
+    assert time.monotonic() - start < 10
+
+
 def test_images_of_all_requests_share_their_pixels(server, monkeypatch):
     monkeypatch.setattr(server.service, "pixels", Budget(2 * 64 * 64))
     sizes, generate = [], HFEngine.generate

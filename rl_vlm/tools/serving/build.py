@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,11 @@ QUESTIONS = ("Describe the image.", "Which colours are there?")
 """Texts of the prompts of a proof. Each has an image."""
 PROVEN_TOKENS = 16
 """Maximum tokens of a completion of a proof."""
+SHAPES = ((1, 1), (1, 2), (1, 4), (1, 12), (1, 36))
+"""Sides of small images, in units of `SIDE`. Processors enlarge some of them, and cut others into many tiles."""
+SIDE = 16
+MAX_INPUT_BYTES = 3 * 2**30
+"""Bytes that small images of all requests may become at once, as many as Qwen's processors make of `MAX_PIXELS`."""
 
 
 def chat_service(served: Served, name: str) -> ChatService:
@@ -39,7 +45,20 @@ def chat_service(served: Served, name: str) -> ChatService:
         limits.append(engine.max_model_length)
     context = min((limit for limit in limits if limit is not None), default=None)
     batches = Batches(engine, config.rollout.max_num_seqs)
-    return ChatService(name, builder, batches, config.data, context, config.rollout.max_completion_length)
+    most_images = max(1, MAX_INPUT_BYTES // bytes_of_small_image(builder))
+    default = config.rollout.max_completion_length
+    return ChatService(name, builder, batches, config.data, context, default, most_images)
+
+
+def bytes_of_small_image(builder: PromptBuilder) -> int:
+    """Return the bytes that the processor makes of a small image, for the largest of some shapes."""
+    sizes = [1]
+    for short, long in SHAPES:
+        for width, height in ((short, long), (long, short)):
+            with suppress(DataError):  # a processor may refuse long images
+                prompt = builder.build(noise_sample(0, QUESTIONS[0], width * SIDE, height * SIDE))
+                sizes.append(sum(value.nbytes for value in prompt.mm_inputs.values()))
+    return max(sizes)
 
 
 def prove_served(served: Served, service: ChatService) -> Proof:
@@ -62,9 +81,9 @@ def prove_served(served: Served, service: ChatService) -> Proof:
     return check.proof
 
 
-def noise_sample(seed: int, text: str) -> Sample:
+def noise_sample(seed: int, text: str, width: int = 64, height: int = 64) -> Sample:
     """Make a sample with an image of random pixels."""
-    pixels = np.random.default_rng(seed).integers(256, size=(64, 64, 3), dtype=np.uint8)
+    pixels = np.random.default_rng(seed).integers(256, size=(height, width, 3), dtype=np.uint8)
     messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": text}]}]
     return Sample(f"proof {seed}", messages, [Image.fromarray(pixels)], {}, messages)
 

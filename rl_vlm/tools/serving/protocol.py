@@ -6,6 +6,7 @@ A parameter is used, or ignored if its value changes nothing, or refused.
 from __future__ import annotations
 
 import json
+import reprlib
 import time
 import uuid
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import from_json
 
 from rl_vlm.errors import shorten
 
@@ -127,14 +129,19 @@ class ChatRequest(Strict):
         return self.messages[-1].role == "assistant"
 
 
+def count_values(content: bytes) -> int:
+    """Count commas and opening brackets of a JSON text. It has no more values than these, and one."""
+    return sum(map(content.count, (b",", b"[", b"{")))
+
+
 def read_request(content: bytes) -> ChatRequest:
     """Read a request body.
 
     Raises APIError with status 400 if it is not JSON, or if a parameter is wrong, which the error names.
     """
     try:
-        body = json.loads(content)
-    except (ValueError, RecursionError) as error:
+        body = from_json(content)  # json.loads would first make a text of all bytes
+    except ValueError as error:
         raise APIError(400, f"the body is no JSON: {shorten(error)}") from None
     if not isinstance(body, dict):
         raise APIError(400, "the body is no JSON object")
@@ -176,7 +183,7 @@ def invalid(error: ValidationError) -> APIError:
     param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).removeprefix(".")
     if first["type"] == "union_tag_invalid" and first.get("ctx", {}).get("tag") in VIDEO_PARTS:
         return APIError(400, f"{param}: {NO_VIDEOS}", param, "unsupported_content")
-    message = f"{param}: {first['msg']}, found {shorten(repr(first['input']), 80)}"
+    message = f"{param}: {first['msg']}, found {shorten(reprlib.repr(first['input']), 80)}"
     return APIError(400, message, param, "invalid_value")
 
 

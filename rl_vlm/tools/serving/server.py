@@ -3,7 +3,7 @@
 Every thread has one connection, and every connection one request. A request is bounded before memory is used for it:
 
 connection: MAX_CONNECTIONS ─ head: MAX_HEAD, READ_SECONDS ─ key ─ body: MAX_BODIES, READ_SECONDS
-                            ─ answer: REQUEST_SECONDS
+                            ─ JSON: MAX_VALUES ─ images, text: `ChatService` ─ answer: REQUEST_SECONDS
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 from rl_vlm.errors import ConfigError, DataError
 from rl_vlm.tools.serving.batches import Stopping
 from rl_vlm.tools.serving.budget import Budget, NotInTime
-from rl_vlm.tools.serving.protocol import APIError, read_request
+from rl_vlm.tools.serving.protocol import APIError, count_values, read_request
 from rl_vlm.tools.serving.service import ChatService
 
 logger = logging.getLogger(__name__)
@@ -36,6 +36,8 @@ MAX_HEAD = 2**16
 """Bytes of the head of a request."""
 MAX_BODIES = 256 * 2**20
 """Bytes of the bodies of all requests at once, and of the largest body."""
+MAX_VALUES = 2**17
+"""Values in the JSON of all requests at once, and of one request. A value takes up to 2 kB while it is checked."""
 READ_SECONDS = 60.0
 """Seconds for a client to send the head of its request, again to send the body, and again to receive the answer."""
 REQUEST_SECONDS = 3600.0
@@ -69,6 +71,7 @@ class ChatServer(ThreadingHTTPServer):
         self.thread = threading.Thread(target=self.serve_forever, name="endpoint", daemon=True)
         self.connections = Budget(MAX_CONNECTIONS)
         self.body_bytes = Budget(MAX_BODIES)
+        self.values = Budget(MAX_VALUES)
 
     @property
     def url(self) -> str:
@@ -183,8 +186,15 @@ class ChatHandler(BaseHTTPRequestHandler):
     def completion(self, length: int) -> tuple[bytes, str]:
         """Read the body and return the answer with its type. The request is not held while the answer is sent."""
         with self.server.body_bytes.held(length, self.end - time.monotonic()):
-            request = read_request(self.body(length))
-            answer = self.server.service.answer(request, self.end, self.is_gone)
+            content = self.body(length)
+            num_values = count_values(content)
+            if num_values > self.server.values.total:
+                found = f"the body has {num_values} commas and opening brackets"
+                raise APIError(413, f"{found}, and the endpoint takes at most {MAX_VALUES}")
+            with self.server.values.held(num_values, self.end - time.monotonic()):
+                request = read_request(content)
+                del content  # the request has the same texts
+                answer = self.server.service.answer(request, self.end, self.is_gone)
         if request.stream:
             events = answer.events(request.stream_options.include_usage)
             content = "".join(f"data: {event}\n\n" for event in events)

@@ -23,6 +23,10 @@ from rl_vlm.tools.serving.protocol import APIError, ChatAnswer, ChatMessage, Cha
 from rl_vlm.types import Completion, Prompt, RolloutRequest, Sample, Sampling
 
 T = TypeVar("T")
+PIECE = 2**16
+"""Characters of a text that are tokenized at once to count its tokens."""
+ANY_CONTEXT = 2**20
+"""Assumed maximum number of tokens of a model without a limit."""
 DATA_URL = re.compile(r"data:image/[^,\s]{1,99};base64,")
 MAX_PIXELS = 2**27
 """Pixels of the images of all requests at once, and of one request. A larger `data.max_image_pixels` replaces it."""
@@ -32,10 +36,17 @@ class ChatService:
     """Answers requests with one model. Methods may be called from any thread."""
 
     def __init__(
-        self, name: str, builder: PromptBuilder, batches: Batches, data: DataConfig, context: int | None, default: int
+        self,
+        name: str,
+        builder: PromptBuilder,
+        batches: Batches,
+        data: DataConfig,
+        context: int | None,
+        default: int,
+        most_images: int,
     ) -> None:
         """`context` limits the tokens of a prompt with its completion. `default` limits the tokens of a completion if
-        the request does not.
+        the request does not. `most_images` limits the images of all requests at once, and of one request.
         """
         self.name = name
         self.builder = builder
@@ -43,6 +54,7 @@ class ChatService:
         self.data = data
         self.context = context
         self.default = default
+        self.images = Budget(most_images)
         self.pixels = Budget(max(MAX_PIXELS, data.max_image_pixels))
         self.building = Budget(1)  # tokenizers are not safe for threads
 
@@ -53,11 +65,14 @@ class ChatService:
         ConnectionError if the client is gone, and Stopping if the endpoint stops.
         """
         check_served(request, self.name, self.data)
+        num_images = sum(isinstance(part, ImagePart) for message in request.messages for part in message.content)
+        refuse_above(self.images, num_images, f"the messages have {num_images} images", "too_many_images")
         num_pixels = count_pixels(request.messages, self.data.max_image_pixels)
-        if num_pixels > self.pixels.total:
-            message = f"the images have {num_pixels} pixels, and the endpoint takes at most {self.pixels.total}"
-            raise APIError(400, message, "messages", "too_many_pixels")
-        with self.pixels.held(num_pixels, end - time.monotonic()):
+        refuse_above(self.pixels, num_pixels, f"the images have {num_pixels} pixels", "too_many_pixels")
+        with (
+            self.images.held(num_images, end - time.monotonic()),
+            self.pixels.held(num_pixels, end - time.monotonic()),
+        ):
             prompt = self.build(to_sample(request.messages, self.data.max_image_pixels), end)
             draw = secrets.token_hex(8) if request.seed is None else f"seed {request.seed}"
             sampling = to_sampling(request, len(prompt.token_ids), self.context, self.default)
@@ -69,9 +84,33 @@ class ChatService:
         """Build the prompt. Raises APIError if the processor refuses it, NotInTime if others build until `end`."""
         try:
             with self.building.held(1, end - time.monotonic()):
+                refuse_long(sample, self.builder.processor.tokenizer, self.context or ANY_CONTEXT)
                 return self.builder.build(sample)
         except DataError as error:
             raise APIError(400, str(error), "messages") from error
+
+
+def refuse_above(budget: Budget, amount: int, found: str, code: str) -> None:
+    """Raise APIError if a request alone needs more than there is for all."""
+    if amount > budget.total:
+        raise APIError(400, f"{found}, and the endpoint takes at most {budget.total}", "messages", code)
+
+
+def refuse_long(sample: Sample, tokenizer: Any, context: int) -> None:
+    """Raise APIError if the text has more than twice the tokens of the context.
+
+    The processor takes hundreds of bytes for each token, and only its result is checked. This function counts tokens of
+    pieces, which have a few more than the whole. A text has no more tokens than UTF-8 bytes.
+    """
+    text = "".join(block.get("text", "") for message in sample.messages for block in message["content"])
+    if len(text.encode()) <= 2 * context:
+        return
+    num_tokens = 0
+    for start in range(0, len(text), PIECE):
+        num_tokens += len(tokenizer(text[start : start + PIECE], add_special_tokens=False)["input_ids"])
+        if num_tokens > 2 * context:
+            found = f"this model's maximum context length is {context} tokens, and the text has over {2 * context}"
+            raise APIError(400, found, "messages", "context_length_exceeded")
 
 
 def check_served(request: ChatRequest, name: str, data: DataConfig) -> None:

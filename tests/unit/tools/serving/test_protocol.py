@@ -1,6 +1,8 @@
 """Requests and answers of `rl-vlm chat`, without a model."""
 
 import json
+import tracemalloc
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -8,8 +10,9 @@ import torch
 
 from rl_vlm.config.schema import DataConfig
 from rl_vlm.data.images import image_urls
-from rl_vlm.tools.serving.protocol import APIError, ChatAnswer, Choice, read_request
-from rl_vlm.tools.serving.service import check_served, to_choice, to_sample, to_sampling
+from rl_vlm.tools.serving import service
+from rl_vlm.tools.serving.protocol import APIError, ChatAnswer, Choice, count_values, read_request
+from rl_vlm.tools.serving.service import check_served, refuse_long, to_choice, to_sample, to_sampling
 from rl_vlm.types import Completion, Sample
 from tests.helpers.builders import noise_image
 
@@ -121,6 +124,22 @@ def test_errors_shorten_texts_of_the_client(wrong):
     assert len(json.dumps(refused.value.body)) < 2000
 
 
+def test_values_of_a_body_are_counted_before_it_is_parsed():
+    assert count_values(b'{"a": [1, 2, {"b": 3}], "c": []}') == 7
+    assert count_values(json.dumps(HELLO).encode()) == 5
+
+
+def test_a_body_is_parsed_in_the_memory_of_its_texts():
+    """One wide character made the whole body four times as large."""
+    body = json.dumps(HELLO | {"user": "\U0001f600", "stop": "x" * 2**22}, ensure_ascii=False).encode()
+    tracemalloc.start()
+    request = read_request(body)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(request.stop[0]) == 2**22
+    assert peak < 2 * len(body)
+
+
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b"[" * 100_000])
 def test_bodies_that_are_no_object(content):
     assert refusal(content)[0] == 400
@@ -219,6 +238,30 @@ def test_sampling_is_that_of_the_request():
     sampling = to_sampling(read(n=3, temperature=0, top_p=0.5, top_k=-1, min_p=0.0), 1, None, 512)
     assert (sampling.num_generations, sampling.temperature, sampling.top_p) == (3, 0, 0.5)
     assert (sampling.top_k, sampling.min_p) == (0, None)
+
+
+class Words:
+    """A tokenizer with a token per word, which records the length of its texts."""
+
+    def __init__(self) -> None:
+        self.lengths: list[int] = []
+
+    def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
+        self.lengths.append(len(text))
+        return {"input_ids": [0] * len(text.split())}
+
+
+@pytest.mark.parametrize(
+    ("text", "is_refused", "lengths"),
+    [("a " * 100, False, []), ("a" * 201, False, [100, 100, 1]), ("a " * 300, True, [100, 100, 100, 100, 100])],
+)
+def test_a_text_beyond_the_context_is_refused_from_its_first_pieces(text, is_refused, lengths, monkeypatch):
+    monkeypatch.setattr(service, "PIECE", 100)
+    words, sample = Words(), to_sample(read(messages=[{"role": "user", "content": text}]).messages, 10)
+    found = "maximum context length is 100 tokens, and the text has over 200"
+    with pytest.raises(APIError, match=found) if is_refused else nullcontext():
+        refuse_long(sample, words, 100)
+    assert words.lengths == lengths
 
 
 def test_only_the_served_model_and_its_own_limits():

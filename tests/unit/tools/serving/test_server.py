@@ -19,7 +19,7 @@ from rl_vlm.config.schema import DataConfig
 from rl_vlm.tools.serving import server as module
 from rl_vlm.tools.serving.batches import Batches
 from rl_vlm.tools.serving.budget import Budget
-from rl_vlm.tools.serving.protocol import ChatAnswer, ChatRequest, Choice
+from rl_vlm.tools.serving.protocol import ChatAnswer, ChatRequest, Choice, count_values
 from rl_vlm.tools.serving.server import ChatHandler, ChatServer, Incoming
 from rl_vlm.tools.serving.service import ChatService, check_served
 from tests.helpers.chat_client import fetch
@@ -163,6 +163,26 @@ def test_a_head_has_a_bounded_length(server):
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 2**20
+
+
+def test_a_body_of_too_many_values_is_not_parsed(server, monkeypatch):
+    monkeypatch.setattr(module, "read_request", lambda content: pytest.fail("parsed"))
+    body = with_text("Hello", metadata=[1] * module.MAX_VALUES)
+    assert status(connect(server, head(len(body)) + body)) == 413
+
+
+def test_requests_share_the_values_of_their_bodies(server, service):
+    server.values = Budget(2 * count_values(BODY))
+    service.may_answer.clear()
+    answers: list[int] = []
+    threads = [post(server, answers) for _ in range(3)]
+    wait_until(lambda: len(service.requests) == 2)
+    time.sleep(0.3)
+    assert (len(service.requests), server.values.left) == (2, 0)
+    service.may_answer.set()
+    for thread in threads:
+        thread.join()
+    assert (answers, server.values.left) == ([200, 200, 200], server.values.total)
 
 
 @pytest.mark.parametrize(("digits", "expected"), [("9" * 5000, 413), ("9" * 18, 413)])
