@@ -23,6 +23,8 @@ from rl_vlm.tools.serving.protocol import APIError, ChatAnswer, ChatMessage, Cha
 from rl_vlm.types import Completion, Prompt, RolloutRequest, Sample, Sampling
 
 T = TypeVar("T")
+GREEDY_BELOW = 1e-5
+"""Temperature below which sampling is greedy, as in vLLM: logits divided by it would exceed fp32."""
 PIECE = 2**16
 """Characters of a text that are tokenized at once to count its tokens."""
 ANY_CONTEXT = 2**20
@@ -144,8 +146,9 @@ def to_sampling(request: ChatRequest, num_prompt_tokens: int, context: int | Non
                 "context_length_exceeded",
             )
         limit = min(limit, room)
+    temperature = 0.0 if request.temperature < GREEDY_BELOW else request.temperature
     return Sampling(
-        num_generations=request.n, max_completion_length=limit, temperature=request.temperature, seed=0,
+        num_generations=request.n, max_completion_length=limit, temperature=temperature, seed=0,
         top_p=request.top_p, top_k=max(request.top_k, 0), min_p=request.min_p or None,
     )  # fmt: skip
 

@@ -240,6 +240,11 @@ def test_sampling_is_that_of_the_request():
     assert (sampling.top_k, sampling.min_p) == (0, None)
 
 
+@pytest.mark.parametrize(("asked", "used"), [(1e-300, 0.0), (9e-6, 0.0), (1e-5, 1e-5), (2, 2.0)])
+def test_temperatures_that_logits_cannot_be_divided_by_are_greedy(asked, used):
+    assert to_sampling(read(temperature=asked), 1, None, 512).temperature == used
+
+
 class Words:
     """A tokenizer with a token per word, which records the length of its texts."""
 
