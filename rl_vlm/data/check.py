@@ -164,8 +164,8 @@ class UsableRows:
 
 def bad_row(rows: Rows, row: int, error: DataError) -> Finding:
     """Build the finding about a row that cannot be used. It is an error unless `on_bad_row` drops the row."""
-    kind, remedy = error.problem or UNUSABLE
-    severity: Severity = "error" if rows.config.on_bad_row == "raise" else "warning"
+    data, (kind, remedy) = rows.config, error.problem or UNUSABLE
+    severity: Severity = "error" if data.on_bad_row == "raise" else "warning"
     return Finding(severity, kind, str(error), remedy, rows.name, row)
 
 

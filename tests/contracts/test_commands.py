@@ -64,6 +64,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = block((ROOT / "docs/your_run.md").read_text(), "yaml", "# my_run.yaml")
     for name in ("my_run.yaml", "run.yaml"):
         (path / name).write_text(run)
+    first = block((ROOT / "README.md").read_text(), "yaml", "# my_first_run.yaml")
+    (path / "my_first_run.yaml").write_text(first)
     return path
 
 

@@ -1,6 +1,6 @@
 """Checks before a run: `--dry-run`, `rl-vlm doctor`, and `rl-vlm rewards check` in `rewards/`.
 
-    table ─ Subject.run_checks: the checks of a command ─► findings, notes ─ collect ─► Diagnosis ─ report ─► text, JSON
+    table ─ Subject.run_checks: the checks of a command ─► findings, notes ─ collect ─► Diagnosis ─ text ─► text, JSON
 
 settings     settings, reward functions, packages        first_rows   columns, the first row of each entry, length
 evaluation   options of an evaluation                    files        output directory, files of the model
@@ -12,3 +12,5 @@ ranks        the processes of a launch (`--ranks`)
 
 `diagnosis` defines a check, and turns the errors that checks raise into findings.
 """
+
+import rl_vlm.reward  # noqa: F401  checks that the imports of `rewards` find ours
