@@ -9,12 +9,12 @@ from rl_vlm.config.schema import RunConfig
 from rl_vlm.evaluation.options import NO_OPTIONS, EvaluationOptions
 from rl_vlm.tools.checks.diagnosis import collect
 from rl_vlm.tools.checks.settings import batches
-from rl_vlm.tools.checks.table import Kind, Subject
+from rl_vlm.tools.checks.table import Purpose, Subject
 from rl_vlm.tools.checks.text import comments
 
 
 def dry_run(
-    config: RunConfig, kind: Kind, checkpoints: Sequence[str] = (), options: EvaluationOptions = NO_OPTIONS
+    config: RunConfig, kind: Purpose, checkpoints: Sequence[str] = (), options: EvaluationOptions = NO_OPTIONS
 ) -> tuple[str, list[str]]:
     """Return the text that describes a run, and its problems.
 

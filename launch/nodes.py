@@ -46,9 +46,9 @@ class Shell(str):
     """Part of a word that the shell expands, such as `$i`. All other parts are quoted."""
 
 
-Word = str | tuple[str, ...]
+Argument = str | tuple[str, ...]
 """A word of a command, whole or in parts."""
-Words = Sequence[Word]
+Words = Sequence[Argument]
 
 
 @dataclass(frozen=True)
@@ -308,7 +308,7 @@ def shell(words: Words) -> str:
     return text
 
 
-def quoted(word: Word) -> str:
+def quoted(word: Argument) -> str:
     """Quote a word for the shell, except its parts of class `Shell`, which the shell expands."""
     parts = (word,) if isinstance(word, str) else word
     joined = [

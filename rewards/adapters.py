@@ -22,7 +22,7 @@ from typing import Any
 
 from rewards.calling import or_fault
 from rewards.contract import Fault, RewardFunction
-from rewards.forms import Form
+from rewards.forms import CompletionForm
 from rewards.text import completion_text
 
 GOLD_COLUMNS = ("ground_truth", "reward_model", "solution", "answer")
@@ -97,7 +97,7 @@ class Adapted:
     function: RewardFunction
     system: str | None = None
     """The system that the function was written for, if its protocol differs."""
-    form: Form | None = None
+    form: CompletionForm | None = None
     """The form in which the function gets completions, or None if it is unknown."""
     is_wrapped: bool = False
     """Whether its keyword-only parameters are settings. No data column sets them."""

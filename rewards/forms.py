@@ -16,8 +16,8 @@ from rewards.text import answer_text, completion_text
 
 LARGEST_COORDINATE = 1e9
 
-Form = Literal["messages", "text"]
-OTHER: dict[Form, Form] = {"messages": "text", "text": "messages"}
+CompletionForm = Literal["messages", "text"]
+OTHER: dict[CompletionForm, CompletionForm] = {"messages": "text", "text": "messages"}
 
 THOUGHT = "<think>This completion is made up.</think>\n"
 AFTER = " after a thought"
@@ -27,12 +27,12 @@ LAST_LINE = re.compile(r"(?:^#### ?|^(?:the )?(?:final )?answer: *)(.+)\Z", re.I
 MATHS = re.compile(r"\$[^$]+\$")
 
 
-def form_of(prompt: Any) -> Form:
+def form_of(prompt: Any) -> CompletionForm:
     """Return the form of a row's prompt."""
     return "text" if isinstance(prompt, str) else "messages"
 
 
-def prompt_in(form: Form | None, prompt: Any) -> Any:
+def prompt_in(form: CompletionForm | None, prompt: Any) -> Any:
     """Convert a prompt to this form, unless it has it already. A conversation becomes text with a line per message."""
     if form is None or form == form_of(prompt):
         return prompt
@@ -41,7 +41,7 @@ def prompt_in(form: Form | None, prompt: Any) -> Any:
     return "\n".join(completion_text([message]) for message in prompt)
 
 
-def completion_in(form: Form, text: str) -> str | list[dict[str, str]]:
+def completion_in(form: CompletionForm, text: str) -> str | list[dict[str, str]]:
     """Convert a completion to this form."""
     return text if form == "text" else [{"role": "assistant", "content": text}]
 

@@ -19,7 +19,7 @@ from rewards.contract import on_one_line
 if TYPE_CHECKING:
     import httpx
 
-Turn = Callable[[], AbstractAsyncContextManager[Any]]
+Slot = Callable[[], AbstractAsyncContextManager[Any]]
 
 CONNECT_SECONDS = 30.0
 RETRIED_STATUSES = {408, 409, 425, 429, *range(500, 600)}
@@ -53,7 +53,7 @@ class RequestError(Exception):
 
 
 async def post(
-    url: str, key: str, body: Any, timeout: float, retries: int, longest_pause: float, turn: Turn = nullcontext
+    url: str, key: str, body: Any, timeout: float, retries: int, longest_pause: float, turn: Slot = nullcontext
 ) -> Any:
     """Post a request and return the answer's JSON. Raises RequestError if it is refused or every try fails.
 

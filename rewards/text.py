@@ -15,13 +15,13 @@ T = TypeVar("T")
 TEXT = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}]*)\}")
 MOST_MARKS = 30
 
-Completion = str | list[dict[str, Any]]
+TextOrMessages = str | list[dict[str, Any]]
 
 BRACE = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
 """The start of a box, an escaped character (not a brace), or a brace."""
 
 
-def completion_text(completion: Completion) -> str:
+def completion_text(completion: TextOrMessages) -> str:
     """Return the text of a plain completion, or of the last message of a conversational one."""
     if isinstance(completion, str):
         return completion
@@ -87,7 +87,7 @@ def boxed_spans(text: str) -> list[tuple[int, int]]:
 
 
 def score_golds(
-    completions: Sequence[Completion], golds: Iterable[T | Fault | None], score: Callable[[str, T], Score]
+    completions: Sequence[TextOrMessages], golds: Iterable[T | Fault | None], score: Callable[[str, T], Score]
 ) -> list[Score]:
     """Score the text of each completion against its gold answer.
 

@@ -134,13 +134,13 @@ class GRPOTrainer:
             config = config.model_copy(update={"train": section})
         self.checkpoint = None
         with self._prepared():
-            from rl_vlm.run.outcome import Summary as Printed
+            from rl_vlm.run.outcome import RunSummary
             from rl_vlm.run.run import train
             from rl_vlm.tools.instruments import INSTRUMENTS
 
             earlier = [] if config.train.resume_from_checkpoint else self._complete_checkpoints()
             try:
-                summary = Printed(train(config, [*INSTRUMENTS, *self._callers()]))
+                summary = RunSummary(train(config, [*INSTRUMENTS, *self._callers()]))
             except BaseException:
                 written = [path for path in self._complete_checkpoints() if path not in earlier]
                 self.checkpoint = str(written[-1][0]) if written else None

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from rewards.contract import Fault, Score, plain
-from rewards.text import Completion, answer_text, completion_text, gold_text
+from rewards.text import TextOrMessages, answer_text, completion_text, gold_text
 
 FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)} | str.maketrans("。、【】", "..[]")
 """Full-width forms and Chinese punctuation, with their replacements."""
@@ -23,7 +23,7 @@ NO_TEXTS: Mapping[str, str] = {}
 
 
 def choice(
-    completions: Sequence[Completion],
+    completions: Sequence[TextOrMessages],
     solution: Sequence[Any],
     options: Sequence[Any] | None = None,
     choices: Sequence[Any] | None = None,
@@ -47,7 +47,7 @@ def choice(
 
     rows = zip(completions, solution, given or [None] * len(completions), strict=True)
 
-    def chooses(completion: Completion, gold: Any, row: Any) -> Score:
+    def chooses(completion: TextOrMessages, gold: Any, row: Any) -> Score:
         texts = option_texts(row, letters)
         read = _letter_at(plain(gold), letters) if solution_is == "index" else _no_number(plain(gold), texts)
         return _chooses(completion_text(completion), read, texts, letters)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rewards.contract import Fault, Score
-from rewards.text import Completion, answer_text, gold_text, score_golds
+from rewards.text import TextOrMessages, answer_text, gold_text, score_golds
 
 WORDS = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
@@ -28,7 +28,7 @@ NONE = re.compile(r"(?:none|there are no(?: [\w'-]{1,30}){1,8})[.!]?", re.IGNORE
 """Answers without a number that mean 0."""
 
 
-def counting(completions: Sequence[Completion], solution: Sequence[Any], *, partial: bool = False) -> list[Score]:
+def counting(completions: Sequence[TextOrMessages], solution: Sequence[Any], *, partial: bool = False) -> list[Score]:
     """Return 1.0 if the answer has the number `solution` and no other, else 0.0; None if `solution` is None.
 
     If `partial` is True, a wrong count a scores max(0, 1 - |a - g| / g), where g is the solution. A solution that is

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from rewards.contract import Score
-from rewards.text import Completion, answer_text, gold_text, score_golds
+from rewards.text import TextOrMessages, answer_text, gold_text, score_golds
 
 
 def exact_match(
-    completions: Sequence[Completion], solution: Sequence[Any], *, ignore_case: bool = False
+    completions: Sequence[TextOrMessages], solution: Sequence[Any], *, ignore_case: bool = False
 ) -> list[Score]:
     """Return 1.0 if the answer equals `solution` up to whitespace, else 0.0; None if `solution` is None.
 

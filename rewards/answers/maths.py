@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from rewards.contract import Fault, Score, plain
-from rewards.text import Completion, final_text, gold_text, score_golds, unboxed
+from rewards.text import TextOrMessages, final_text, gold_text, score_golds, unboxed
 
 LONGEST_ANSWER = 1_000
 SECONDS_PER_STEP = 1
@@ -43,7 +43,7 @@ TOO_LARGE = re.compile(
 """Numbers that would take long to compute."""
 
 
-def maths(completions: Sequence[Completion], solution: Sequence[Any]) -> list[Score]:
+def maths(completions: Sequence[TextOrMessages], solution: Sequence[Any]) -> list[Score]:
     r"""Return 1.0 if math-verify finds that the answer equals `solution`, else 0.0; None if `solution` is None.
 
     The answer is the text after the last `</think>`, or the content of its last closed `<answer>` tag. If this contains

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple, cast
 
 from rewards.contract import Fault, Score
-from rewards.text import Completion, answer_text, gold_text, score_golds
+from rewards.text import TextOrMessages, answer_text, gold_text, score_golds
 
 LONGEST_NUMBER = 100
 NEEDS_PINT = "pip install -e '.[rewards]', or set convert_units to false"
@@ -38,7 +38,7 @@ class Quantity(NamedTuple):
 
 
 def numeric(
-    completions: Sequence[Completion],
+    completions: Sequence[TextOrMessages],
     solution: Sequence[Any],
     *,
     rel_tol: float = 1e-9,

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from rewards.contract import Score
 from rewards.overlap.references import best_scores
-from rewards.text import Completion
+from rewards.text import TextOrMessages
 
 ARTICLE = re.compile(r"\b(?:a|an|the)\b")
 THOUSANDS = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9,])")
@@ -20,7 +20,7 @@ IN_NUMBER = re.compile(r"(?<=[0-9])[.,:/-](?=[0-9])|(?<![\w-])-(?=\.?[0-9])|(?<!
 
 
 def short_answer(
-    completions: Sequence[Completion], solution: Sequence[Any], *, metric: Literal["exact", "f1"] = "exact"
+    completions: Sequence[TextOrMessages], solution: Sequence[Any], *, metric: Literal["exact", "f1"] = "exact"
 ) -> list[Score]:
     """Return SQuAD's exact match or token F1 with the best of the row's aliases; None if there is none.
 

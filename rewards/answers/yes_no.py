@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rewards.contract import Fault, Score
-from rewards.text import Completion, answer_text, gold_text, score_golds
+from rewards.text import TextOrMessages, answer_text, gold_text, score_golds
 
 MARKS = str.maketrans("", "", "*_`\"'“”‘’")
 STATEMENT = r"answer(?: is)?(?:\s*:|\s)"
@@ -21,7 +21,7 @@ SECOND_ANSWER = re.compile(
 STATED = re.compile(rf"\b{STATEMENT}\s*(yes|no|true|false)\b", re.IGNORECASE)
 
 
-def yes_no(completions: Sequence[Completion], solution: Sequence[Any]) -> list[Score]:
+def yes_no(completions: Sequence[TextOrMessages], solution: Sequence[Any]) -> list[Score]:
     """Return 1.0 if the answer begins with yes or no, as `solution` does, else 0.0; None if `solution` is None.
 
     "True" means yes and "false" means no. A solution that is neither yes nor no is a fault.

@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from rewards.text import Completion, completion_text
+from rewards.text import TextOrMessages, completion_text
 
 TAG = re.compile(r"[^<>/\s]+")
 """The name of a tag, without its brackets."""
 
 
 def format_tags(
-    completions: Sequence[Completion], *, tags: Sequence[str] = ("answer",), allow_outside: bool = False
+    completions: Sequence[TextOrMessages], *, tags: Sequence[str] = ("answer",), allow_outside: bool = False
 ) -> list[float]:
     """Return 1.0 if a completion has each of `tags` exactly once, closed, not empty and in this order, else 0.0.
 

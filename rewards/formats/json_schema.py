@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rewards.contract import Score
-from rewards.text import Completion, completion_text, final_text
+from rewards.text import TextOrMessages, completion_text, final_text
 
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
 LONGEST_TEXT = 100_000
@@ -20,7 +20,7 @@ LONGEST_NUMBER = 300
 BLOCK = re.compile(r"```(?:json)?[ \t]*\n(.*)\n[ \t]*```", re.DOTALL)
 
 
-def json_schema(completions: Sequence[Completion], *, schema: Mapping[str, Any] | None = None) -> list[Score]:
+def json_schema(completions: Sequence[TextOrMessages], *, schema: Mapping[str, Any] | None = None) -> list[Score]:
     """Return 1.0 if the answer is JSON that is valid under `schema` (JSON Schema, draft 2020-12), else 0.0.
 
     The answer may stand in a block of ```json. Raises TypeError or ValueError if `schema` is invalid.

@@ -10,11 +10,11 @@ from rewards.grounding.average_precision import Confidence, check_confidence, me
 from rewards.grounding.boxes import Region
 from rewards.grounding.frames import Coordinates, Frames
 from rewards.grounding.scoring import Sizes, score_rows
-from rewards.text import Completion
+from rewards.text import TextOrMessages
 
 
 def detection_map_length(
-    completions: Sequence[Completion],
+    completions: Sequence[TextOrMessages],
     solution: Sequence[Any],
     image_sizes: Sizes,
     model_image_sizes: Sizes,

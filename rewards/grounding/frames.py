@@ -10,7 +10,7 @@ from rewards.contract import Fault, plain
 from rewards.grounding.boxes import Region
 
 Coordinates = Literal["absolute", "original", "relative", "per_mille"]
-Size = tuple[float, float]
+FrameSize = tuple[float, float]
 
 FAR_OUTSIDE = 0.1
 """A gold box may extend beyond its image by this share of a side, since data sets round."""
@@ -50,11 +50,11 @@ class RowFrames:
     """The frames of one row's boxes, with the size of its image."""
 
     frames: Frames
-    predicted: Size | None
+    predicted: FrameSize | None
     """Width and height of the whole image in the frame of predictions. None if the image's size is unknown."""
-    gold: Size | None
+    gold: FrameSize | None
 
-    def factors(self) -> Size | Fault:
+    def factors(self) -> FrameSize | Fault:
         """Return the factors that convert predicted x and y to the frame of the gold boxes.
 
         Equal frames need no sizes. Otherwise an unknown size is a fault.
@@ -85,7 +85,7 @@ class RowFrames:
         return None
 
 
-def _leaves(numbers: Sequence[float], size: Size) -> bool:
+def _leaves(numbers: Sequence[float], size: FrameSize) -> bool:
     shares = [number / size[i % 2] for i, number in enumerate(numbers)]
     return min(shares) < -FAR_OUTSIDE or max(shares) > 1 + FAR_OUTSIDE
 
@@ -94,7 +94,7 @@ def _shown(numbers: Sequence[float]) -> str:
     return f"[{', '.join(f'{number:g}' for number in numbers)}]"
 
 
-def scaled(regions: Sequence[Region], factors: Size) -> list[Region]:
+def scaled(regions: Sequence[Region], factors: FrameSize) -> list[Region]:
     """Multiply x and y of the regions by these factors."""
     return [
         region._replace(numbers=tuple(number * factors[i % 2] for i, number in enumerate(region.numbers)))
@@ -104,7 +104,7 @@ def scaled(regions: Sequence[Region], factors: Size) -> list[Region]:
     ]
 
 
-def _size(sizes: Any, index: int) -> Size | None:
+def _size(sizes: Any, index: int) -> FrameSize | None:
     """Return width and height of an image, or None if they are missing."""
     if sizes is None or not hasattr(sizes, "__len__") or len(sizes) <= index:
         return None

@@ -8,7 +8,7 @@ from typing import Any
 from rewards.contract import Fault, Score, plain
 from rewards.grounding.boxes import LONGEST_GOLD_REPAIR, MOST_REGIONS, Region, read_object, read_text
 from rewards.grounding.frames import Frames, scaled
-from rewards.text import Completion, answer_text, completion_text
+from rewards.text import TextOrMessages, answer_text, completion_text
 
 Sizes = Sequence[Sequence[tuple[int, int]]]
 """Width and height of a row's images, per completion."""
@@ -17,7 +17,7 @@ Compare = Callable[[list[Region], list[Region]], float]
 
 
 def score_rows(
-    rows: tuple[Sequence[Completion], Sequence[Any], Sizes, Sizes],
+    rows: tuple[Sequence[TextOrMessages], Sequence[Any], Sizes, Sizes],
     frames: Frames,
     compare: Compare,
     one_box: bool = False,

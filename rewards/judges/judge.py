@@ -23,7 +23,7 @@ from rewards.judges.messages import (
 )
 from rewards.judges.replies import request_key
 from rewards.judges.reply import read_reply
-from rewards.text import Completion, completion_text, final_text, gold_text
+from rewards.text import TextOrMessages, completion_text, final_text, gold_text
 
 DEFAULT_BODY = {"temperature": 0}
 
@@ -31,7 +31,7 @@ NO_TEXT = "the judge's answer is no chat completion with a text"
 
 
 async def judge(
-    completions: Sequence[Completion],
+    completions: Sequence[TextOrMessages],
     prompts: Sequence[Any],
     images: Sequence[Sequence[Any]],
     solution: Sequence[Any] | None = None,
@@ -85,7 +85,7 @@ async def judge(
 
 
 def question(
-    completion: Completion, conversation: Any, urls: Sequence[str], solution: Any, prompt: str, scale: float
+    completion: TextOrMessages, conversation: Any, urls: Sequence[str], solution: Any, prompt: str, scale: float
 ) -> dict[str, Any] | Score:
     """Build the message to the judge, or return the score if there is nothing to ask.
 

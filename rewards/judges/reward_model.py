@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from rewards.contract import Score
 from rewards.forms import prompt_in
-from rewards.text import Completion, completion_text
+from rewards.text import TextOrMessages, completion_text
 
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 """A name on the hub: `name` or `owner/name`."""
@@ -24,7 +24,7 @@ class RewardModel(NamedTuple):
 
 
 def reward_model(
-    completions: Sequence[Completion],
+    completions: Sequence[TextOrMessages],
     prompts: Sequence[Any],
     *,
     model: str = "",
@@ -85,7 +85,7 @@ def load(name: str, device: str) -> RewardModel:
     return RewardModel(model.eval().to(device), tokenizer)
 
 
-def conversation(prompt: Any, completion: Completion) -> list[dict[str, str]]:
+def conversation(prompt: Any, completion: TextOrMessages) -> list[dict[str, str]]:
     """Convert a prompt and its completion to text messages. The completion continues a final assistant message."""
     messages = [
         {"role": message["role"], "content": completion_text([message])} for message in prompt_in("messages", prompt)

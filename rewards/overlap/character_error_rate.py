@@ -8,11 +8,11 @@ from typing import Any
 
 from rewards.contract import Score
 from rewards.overlap.references import best_scores, normalized
-from rewards.text import Completion
+from rewards.text import TextOrMessages
 
 
 def character_error_rate(
-    completions: Sequence[Completion],
+    completions: Sequence[TextOrMessages],
     solution: Sequence[Any],
     *,
     ignore_case: bool = False,

@@ -8,14 +8,14 @@ from typing import Any
 
 from rewards.contract import Score
 from rewards.overlap.references import best_scores, normalized
-from rewards.text import Completion
+from rewards.text import TextOrMessages
 
 LONGEST_RATIO = 10
 """If an answer is more than this many times as long as the gold text, it scores 0.0 instead of less than 1 / 10."""
 
 
 def edit_similarity(
-    completions: Sequence[Completion],
+    completions: Sequence[TextOrMessages],
     solution: Sequence[Any],
     *,
     ignore_case: bool = False,

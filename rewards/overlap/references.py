@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rewards.contract import Fault, Score
-from rewards.text import Completion, composed, final_text, gold_text, score_golds
+from rewards.text import TextOrMessages, composed, final_text, gold_text, score_golds
 
 
 def best_scores(
-    completions: Sequence[Completion],
+    completions: Sequence[TextOrMessages],
     solution: Sequence[Any],
     prepare: Callable[[str], Sequence[Any]],
     score: Callable[[Any, Any], float],

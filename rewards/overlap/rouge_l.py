@@ -9,7 +9,7 @@ from typing import Any
 
 from rewards.contract import Score
 from rewards.overlap.references import best_scores
-from rewards.text import Completion, composed
+from rewards.text import TextOrMessages, composed
 
 LONGEST_RATIO = 20
 """An answer with more than this many times the words of the gold text scores 0.0 instead of 2 / 21 or less."""
@@ -21,7 +21,7 @@ UNSPACED = re.compile(
 )
 
 
-def rouge_l(completions: Sequence[Completion], solution: Sequence[Any]) -> list[Score]:
+def rouge_l(completions: Sequence[TextOrMessages], solution: Sequence[Any]) -> list[Score]:
     """Return the F1 score of the longest common subsequence of words (ROUGE-L); None if there is no gold text."""
     return best_scores(completions, solution, words, f1)
 

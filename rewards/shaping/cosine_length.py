@@ -11,14 +11,14 @@ from rewards.answers.exact_match import exact_match
 from rewards.answers.numeric import numeric
 from rewards.contract import Fault, RewardFunction, Score
 from rewards.shaping.lengths import num_tokens
-from rewards.text import Completion
+from rewards.text import TextOrMessages
 
 JUDGES: dict[str, RewardFunction] = {"choice": choice, "exact_match": exact_match, "numeric": numeric}
 """Functions that can decide whether an answer is correct. They score a correct one 1.0, a wrong one less."""
 
 
 def cosine_length(
-    completions: Sequence[Completion],
+    completions: Sequence[TextOrMessages],
     completion_ids: Sequence[Sequence[int]],
     solution: Sequence[Any],
     *,

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rewards.contract import Score
-from rewards.text import Completion, completion_text
+from rewards.text import TextOrMessages, completion_text
 
 SHORTEST_PIECE = 40
 """Minimum bytes of letters in a piece, to guess its language: 40 Latin letters or 14 Chinese ones."""
@@ -26,7 +26,7 @@ NO_PROSE = re.compile(
 SENTENCE_END = re.compile(r"(?<=[.!?。！？؟।\n])")
 
 
-def language(completions: Sequence[Completion], *, language: str = "en") -> list[Score]:
+def language(completions: Sequence[TextOrMessages], *, language: str = "en") -> list[Score]:
     """Return the share of the prose, measured in letters, that is in a language; None if there is too little prose.
 
     The language consistency of DeepSeek-R1 (arXiv:2501.12948), by sentences. Raises ValueError if the language is

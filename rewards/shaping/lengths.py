@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rewards.contract import Fault
-from rewards.text import Completion, completion_text
+from rewards.text import TextOrMessages, completion_text
 
 
-def num_tokens(completion: Completion, token_ids: Sequence[int]) -> int | Fault:
+def num_tokens(completion: TextOrMessages, token_ids: Sequence[int]) -> int | Fault:
     """Return the number of tokens of a completion, or a fault if it has text but no tokens.
 
     An endpoint returns text without token ids.

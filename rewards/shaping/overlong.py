@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from rewards.contract import Fault, Score
 from rewards.shaping.lengths import num_tokens
-from rewards.text import Completion
+from rewards.text import TextOrMessages
 
 
 def overlong(
-    completions: Sequence[Completion],
+    completions: Sequence[TextOrMessages],
     completion_ids: Sequence[Sequence[int]],
     *,
     max_completion_length: int = 0,

@@ -8,11 +8,11 @@ from typing import Any, Literal
 
 from rewards.contract import Score
 from rewards.shaping.lengths import num_tokens
-from rewards.text import Completion, completion_text
+from rewards.text import TextOrMessages, completion_text
 
 
 def repetition(
-    completions: Sequence[Completion],
+    completions: Sequence[TextOrMessages],
     completion_ids: Sequence[Sequence[int]],
     *,
     ngram_size: int = 3,

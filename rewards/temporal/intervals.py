@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 from rewards.contract import Fault, Score, plain
-from rewards.text import Completion, answer_text, score_golds
+from rewards.text import TextOrMessages, answer_text, score_golds
 
 T = TypeVar("T")
 
@@ -119,7 +119,7 @@ class Clock(NamedTuple):
 
 
 def score_rows(
-    rows: tuple[Sequence[Completion], Sequence[Any], Sequence[Sequence[Sequence[float]]] | None],
+    rows: tuple[Sequence[TextOrMessages], Sequence[Any], Sequence[Sequence[Sequence[float]]] | None],
     solution_times: SolutionTimes,
     read_gold: Callable[[Any, Clock | None], T | Fault | None],
     score: Callable[[str, T], float],

@@ -8,14 +8,14 @@ from itertools import combinations
 from typing import Any
 
 from rewards.contract import Fault, Score, plain
-from rewards.text import Completion, answer_text, completion_text
+from rewards.text import TextOrMessages, answer_text, completion_text
 
 SEPARATOR = re.compile(r"\s*(?:,|;|->|→|>|\n)\s*")
 MOST = 100
 """Items of a sequence."""
 
 
-def order(completions: Sequence[Completion], solution: Sequence[Any]) -> list[Score]:
+def order(completions: Sequence[TextOrMessages], solution: Sequence[Any]) -> list[Score]:
     """Return Kendall's tau of the predicted and the gold sequence, or 0.0 if it is negative (Kendall 1938).
 
     It is 0.0 if the answer does not have each item of the gold sequence once, and no other.

@@ -7,11 +7,11 @@ from typing import Any
 
 from rewards.contract import Score
 from rewards.temporal.intervals import Interval, SolutionTimes, gold_intervals, read_intervals, score_rows
-from rewards.text import Completion
+from rewards.text import TextOrMessages
 
 
 def temporal_iou(
-    completions: Sequence[Completion],
+    completions: Sequence[TextOrMessages],
     solution: Sequence[Any],
     video_frame_times: Sequence[Any] | None = None,
     *,

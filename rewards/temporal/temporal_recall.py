@@ -8,11 +8,11 @@ from typing import Any
 from rewards.contract import Score
 from rewards.temporal.intervals import Interval, SolutionTimes, gold_intervals, read_intervals, score_rows
 from rewards.temporal.temporal_iou import matched
-from rewards.text import Completion
+from rewards.text import TextOrMessages
 
 
 def temporal_recall(
-    completions: Sequence[Completion],
+    completions: Sequence[TextOrMessages],
     solution: Sequence[Any],
     video_frame_times: Sequence[Any] | None = None,
     *,

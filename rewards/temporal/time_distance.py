@@ -8,11 +8,11 @@ from typing import Any
 
 from rewards.contract import Score
 from rewards.temporal.intervals import SolutionTimes, gold_moment, read_moment, score_rows
-from rewards.text import Completion
+from rewards.text import TextOrMessages
 
 
 def time_distance(
-    completions: Sequence[Completion],
+    completions: Sequence[TextOrMessages],
     solution: Sequence[Any],
     video_frame_times: Sequence[Any] | None = None,
     *,

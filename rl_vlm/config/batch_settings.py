@@ -51,7 +51,7 @@ class Solution(NamedTuple):
     """Optimizer steps of one generation window."""
 
 
-Change = dict[str, int | None]
+NewValues = dict[str, int | None]
 """New values of some settings. None: leave the setting out."""
 
 
@@ -67,7 +67,7 @@ def solve(settings: BatchSettings) -> Solution:
     raise ConfigError(f"{solution}; nearest valid: {changes}" if changes else solution)
 
 
-def nearest_valid(settings: BatchSettings) -> list[Change]:
+def nearest_valid(settings: BatchSettings) -> list[NewValues]:
     """Return changes that give settings a solution. The list is empty if all valid values are far away.
 
     Each change sets one setting to its nearest valid value below or above. If that is not enough, it also leaves out as
@@ -76,7 +76,7 @@ def nearest_valid(settings: BatchSettings) -> list[Change]:
     given = [name for name in OPTIONAL if getattr(settings, name) is not None]
     for num_left_out in range(len(given) + 1):
         for names in combinations(given, num_left_out):
-            left_out: Change = dict.fromkeys(names)
+            left_out: NewValues = dict.fromkeys(names)
             kept = settings._replace(**left_out)
             changes = [left_out] if _is_valid(kept) else [left_out | change for change in _nearest_values(kept)]
             if changes:
@@ -84,7 +84,7 @@ def nearest_valid(settings: BatchSettings) -> list[Change]:
     return []
 
 
-def _nearest_values(settings: BatchSettings) -> Iterator[Change]:
+def _nearest_values(settings: BatchSettings) -> Iterator[NewValues]:
     """Try other values of one setting at a time. Yield the nearest valid ones below and above.
 
     Values up to twice the largest setting are tried, and at most `MOST_TRIED` on each side.
@@ -98,7 +98,7 @@ def _nearest_values(settings: BatchSettings) -> Iterator[Change]:
         least = 2 if name == "num_generations" else 1  # a group of one has no advantages
         for neighbours in (range(value - 1, least - 1, -1), range(value + 1, largest + 1)):
             valid = (other for other in neighbours[:MOST_TRIED] if _is_valid(settings._replace(**{name: other})))
-            changes: list[Change] = [{name: other} for other in islice(valid, 1)]
+            changes: list[NewValues] = [{name: other} for other in islice(valid, 1)]
             yield from changes
 
 
@@ -150,7 +150,7 @@ def _product_text(per_device: int | None, accumulation: int | None) -> str:
     return f"a multiple of `{name}` {per_device or accumulation}"
 
 
-def _describe(change: Change) -> str:
+def _describe(change: NewValues) -> str:
     """Describe a change: "`prompts_per_step` 4 without `steps_per_generation`"."""
     left_out = " and ".join(f"`{name}`" for name, value in change.items() if value is None)
     values = [

@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rl_vlm.config.engines import ENGINES
-from rl_vlm.config.trl_fields import TRL_PER_DEVICE_BATCH_SIZE, Settings
+from rl_vlm.config.trl_fields import TRL_PER_DEVICE_BATCH_SIZE, FoundSettings
 
 Given = Mapping[str, Any]
-Convert = Callable[[Any, Given], Settings]
+Convert = Callable[[Any, Given], FoundSettings]
 PROCESSES = "number of processes"
 """The key of `given` with the number of processes, if the script says it."""
 NOTE = "note"
@@ -44,7 +44,7 @@ def count(value: Any, name: str) -> int:
 # Batches
 
 
-def completions_to_prompts(value: Any, given: Given) -> Settings:
+def completions_to_prompts(value: Any, given: Given) -> FoundSettings:
     """Convert TRL's batch, in completions per process and micro-step, to prompts of a step.
 
     Without a number of processes, keep TRL's settings, which mean the same here.
@@ -84,7 +84,7 @@ def _micro_steps_per_window(given: Given, per_device: int, accumulation: int) ->
     return accumulation
 
 
-def prompts_of_window_and_step(value: Any, given: Given) -> Settings:
+def prompts_of_window_and_step(value: Any, given: Given) -> FoundSettings:
     """Convert the prompts of a rollout, and of an optimizer step, of EasyR1 and verl."""
     step, steps = _step_and_steps(given)
     return {"prompts_per_step": step, **({} if steps == 1 else {"steps_per_generation": steps})}
@@ -107,7 +107,7 @@ def _step_and_steps(given: Given) -> tuple[int, int]:
 def rollouts_to_steps(leaf: str, off: int | None = 0) -> Convert:
     """Build the conversion of a number of rollouts to optimizer steps. `off` replaces -1 and 0."""
 
-    def convert(value: Any, given: Given) -> Settings:
+    def convert(value: Any, given: Given) -> FoundSettings:
         if value is None or value in (-1, 0):
             return {leaf: off}
         _, steps = _step_and_steps(given)
@@ -120,7 +120,7 @@ def rollouts_to_steps(leaf: str, off: int | None = 0) -> Convert:
 # The loss
 
 
-def kl_in_loss(value: Any, given: Given) -> Settings:
+def kl_in_loss(value: Any, given: Given) -> FoundSettings:
     """Convert the KL term of EasyR1 and verl: only a term of the loss has an equivalent."""
     in_loss = value_of(given, "actor.use_kl_loss", "algorithm.use_kl_loss", default=False)
     if value_of(given, "algorithm.disable_kl", default=False) or not value:
@@ -135,7 +135,7 @@ def kl_in_loss(value: Any, given: Given) -> Settings:
     return {"beta": value, "use_bias_correction_kl": False}
 
 
-def kl_in_reward(value: Any, given: Given) -> Settings:
+def kl_in_reward(value: Any, given: Given) -> FoundSettings:
     """Refuse a KL term in the reward."""
     if value:
         raise ValueError("there is no KL term in the reward; `algorithm.beta` is the weight of one in the loss")
@@ -146,7 +146,7 @@ STAND_INS = {"sglang": "vllm"}
 """Engines that do not exist here, and the one that samples instead."""
 
 
-def engine(value: Any, given: Given) -> Settings:
+def engine(value: Any, given: Given) -> FoundSettings:
     """Convert the engine of EasyR1 and verl. They do not correct for its log-probs, and vLLM stands in for SGLang."""
     name = STAND_INS.get(value, value)
     if name not in ENGINES:
@@ -155,7 +155,7 @@ def engine(value: Any, given: Given) -> Settings:
     return {"engine": name, **uncorrected}
 
 
-def clip_range(value: Any, given: Given) -> Settings:
+def clip_range(value: Any, given: Given) -> FoundSettings:
     """Convert the clip range of EasyR1 and verl. `clip_ratio_low` and `clip_ratio_high` replace `clip_ratio`."""
     both = value_of(given, "actor.clip_ratio", default=0.2)
     low, high = (value_of(given, f"actor.clip_ratio_{side}", f"algorithm.clip_ratio_{side}", "actor.clip_ratio",
@@ -163,7 +163,7 @@ def clip_range(value: Any, given: Given) -> Settings:
     return {"epsilon": low, **({} if low == high else {"epsilon_high": high})}
 
 
-def turns(value: Any, given: Given) -> Settings:
+def turns(value: Any, given: Given) -> FoundSettings:
     """Convert verl's limit of turns of the model, which counts only with `multi_turn.enable`."""
     is_read = value is not None and value_of(given, "multi_turn.enable", default=False)
     return {"max_turns": count(value, "max_assistant_turns")} if is_read else {}
@@ -175,7 +175,7 @@ def with_gigpo(converts: Convert, otherwise: str | None = None) -> Convert:
     With another estimator the setting is left out. If there is a reason `otherwise`, it must be 1 then.
     """
 
-    def convert(value: Any, given: Given) -> Settings:
+    def convert(value: Any, given: Given) -> FoundSettings:
         if value_of(given, "adv_estimator") == "gigpo":
             return converts(value, given)
         if otherwise is not None and value not in (None, 1):
@@ -185,10 +185,10 @@ def with_gigpo(converts: Convert, otherwise: str | None = None) -> Convert:
     return convert
 
 
-def choice_of(names: Mapping[Any, Settings], reason: str) -> Convert:
+def choice_of(names: Mapping[Any, FoundSettings], reason: str) -> Convert:
     """Build the conversion of a setting with few values. `reason` is the error about any other."""
 
-    def convert(value: Any, given: Given) -> Settings:
+    def convert(value: Any, given: Given) -> FoundSettings:
         if isinstance(value, list | dict) or value not in names:
             raise ValueError(reason)
         return dict(names[value])
@@ -207,7 +207,7 @@ def column(here: str, *recognised: str) -> Convert:
 def swift_data(leaf: str) -> Convert:
     """Build the conversion of ms-swift's datasets, `name:subset#number`."""
 
-    def convert(value: Any, given: Given) -> Settings:
+    def convert(value: Any, given: Given) -> FoundSettings:
         written = [str(name) for name in (value if isinstance(value, list) else [value])]
         names = [name.partition("#")[0] for name in written]
         note = {} if names == written else {NOTE: "`#` takes some rows; write these rows to a file, and name it"}
@@ -223,7 +223,7 @@ def swift_data(leaf: str) -> Convert:
     return convert
 
 
-def swift_system(value: Any, given: Given) -> Settings:
+def swift_system(value: Any, given: Given) -> FoundSettings:
     """Convert a system message, which ms-swift also reads from a file."""
     if str(value).endswith(".txt"):
         raise ValueError("write the text of the file into `data.system_prompt`")
@@ -233,7 +233,7 @@ def swift_system(value: Any, given: Given) -> Settings:
 # Rewards
 
 
-def function_in_file(value: Any, given: Given) -> Settings:
+def function_in_file(value: Any, given: Given) -> FoundSettings:
     """Convert the reward function of verl, a file and a name in it, with its arguments."""
     path, name = (value_of(given, f"custom_reward_function.{part}") for part in ("path", "name"))
     if path is None:
@@ -244,7 +244,7 @@ def function_in_file(value: Any, given: Given) -> Settings:
     return {"reward_funcs": _with_arguments(f"{path}:{name or 'compute_score'}", arguments)}
 
 
-def easyr1_function(value: Any, given: Given) -> Settings:
+def easyr1_function(value: Any, given: Given) -> FoundSettings:
     """Convert the reward function of EasyR1, whose default name in a file is `main`."""
     arguments = {
         key.rpartition("_function_kwargs.")[2]: item for key, item in given.items() if "_function_kwargs." in key
@@ -252,7 +252,7 @@ def easyr1_function(value: Any, given: Given) -> Settings:
     return {"reward_funcs": _with_arguments(value if ":" in str(value) else f"{value}:main", arguments)}
 
 
-def _with_arguments(function: str, arguments: Settings) -> Any:
+def _with_arguments(function: str, arguments: FoundSettings) -> Any:
     return [{"function": function, "kwargs": arguments}] if arguments else function
 
 
@@ -261,7 +261,7 @@ VLM_R1_METHODS = {"mcq": "choice", "math": "maths", "yes_no": "yes_no"}
 """Values of VLM-R1's `reward_method`, and functions here."""
 
 
-def vlm_r1_rewards(value: Any, given: Given) -> Settings:
+def vlm_r1_rewards(value: Any, given: Given) -> FoundSettings:
     """Convert the names of VLM-R1's own reward functions."""
     functions: list[Any] = []
     notes = []
@@ -281,7 +281,7 @@ def vlm_r1_rewards(value: Any, given: Given) -> Settings:
     return _functions(functions, notes)
 
 
-def _functions(functions: list[Any], notes: list[str]) -> Settings:
+def _functions(functions: list[Any], notes: list[str]) -> FoundSettings:
     return ({"reward_funcs": functions} if functions else {}) | ({NOTE: "; ".join(notes)} if notes else {})
 
 
@@ -291,7 +291,7 @@ OTHERS_OF_SWIFT = {"cosine": "cosine_length", "repetition": "repetition", "soft_
 """ms-swift's own functions with settings, and the closest functions here."""
 
 
-def swift_rewards(value: Any, given: Given) -> Settings:
+def swift_rewards(value: Any, given: Given) -> FoundSettings:
     """Convert the names of ms-swift's functions and of functions in its plugin."""
     plugin, notes = given.get("external_plugins"), []
     functions: list[Any] = []
@@ -314,7 +314,7 @@ def swift_rewards(value: Any, given: Given) -> Settings:
 # The model, its training, and the launch
 
 
-def vlm_r1_data(value: Any, given: Given) -> Settings:
+def vlm_r1_data(value: Any, given: Given) -> FoundSettings:
     """Convert `dataset_name`, which VLM-R1 ignores if `data_file_paths` are given."""
     if given.get("data_file_paths"):
         return {}
@@ -323,12 +323,12 @@ def vlm_r1_data(value: Any, given: Given) -> Settings:
     return {"dataset_name": value}
 
 
-def attention(value: Any, given: Given) -> Settings:
+def attention(value: Any, given: Given) -> FoundSettings:
     """Convert the attention. FlashAttention computes the same function as the default here."""
     return {} if str(value).startswith("flash") else {"attn_implementation": value}
 
 
-def adapter(value: Any, given: Given) -> Settings:
+def adapter(value: Any, given: Given) -> FoundSettings:
     """Convert the rank of EasyR1's and verl's adapter. Rank 0 means no adapter."""
     return {"use_peft": True, "lora_r": value} if value else {}
 
@@ -338,7 +338,7 @@ def with_adapter(leaf: str) -> Convert:
     return lambda value, given: {leaf: value} if value_of(given, "model.lora_rank", "lora.rank", default=0) else {}
 
 
-def deepspeed(value: Any, given: Given) -> Settings:
+def deepspeed(value: Any, given: Given) -> FoundSettings:
     """Convert the name of a DeepSpeed configuration to an option of `rl-vlm launch`."""
     name = os.path.basename(str(value)).removesuffix(".json").replace("-", "_").removeprefix("ds_")
     if not re.fullmatch(r"zero(?:2|3|3_offload)", name):
@@ -349,46 +349,46 @@ def deepspeed(value: Any, given: Given) -> Settings:
 OFFLOADS = ("param_offload", "optimizer_offload", "offload_params", "offload_optimizer")
 
 
-def sharded(value: Any, given: Given) -> Settings:
+def sharded(value: Any, given: Given) -> FoundSettings:
     """Choose the sharding for EasyR1's or verl's FSDP. It offloads states to host memory if a setting asks for it."""
     offloads = any(item is True and key.endswith(OFFLOADS) and ".ref." not in key for key, item in given.items())
     return {"--sharding": "zero3_offload" if offloads else "fsdp2"}
 
 
-def trackers(value: Any, given: Given) -> Settings:
+def trackers(value: Any, given: Given) -> FoundSettings:
     """Convert the list of trackers. Lines in the terminal and in a file are always written."""
     names = value if isinstance(value, list) else [value]
     kept = [name for name in names if name not in ("console", "file", "none")]
     return {"report_to": kept} if kept else {}
 
 
-def resumed(value: Any, given: Given) -> Settings:
+def resumed(value: Any, given: Given) -> FoundSettings:
     """Convert verl's `resume_mode`."""
     return {} if value == "disable" else {"resume_from_checkpoint": "auto"}
 
 
-def warmup(value: Any, given: Given) -> Settings:
+def warmup(value: Any, given: Given) -> FoundSettings:
     """Convert EasyR1's and verl's warm-up, a fraction or a number of rollouts. -1 means not given."""
     if not isinstance(value, int | float) or value <= 0:
         return {}
     return {"warmup_steps": value if value < 1 else rollouts_to_steps("warmup_steps")(value, given)["warmup_steps"]}
 
 
-def schedule(value: Any, given: Given) -> Settings:
+def schedule(value: Any, given: Given) -> FoundSettings:
     """Convert the schedule of the learning rate. A constant one of EasyR1 and verl also warms up."""
     warms_up = value_of(given, "optim.lr_warmup_ratio", "optim.lr_warmup_steps", default=0)
     is_warm = isinstance(warms_up, int | float) and warms_up > 0
     return {"lr_scheduler_type": "constant_with_warmup" if value == "constant" and is_warm else value}
 
 
-def tuner(value: Any, given: Given) -> Settings:
+def tuner(value: Any, given: Given) -> FoundSettings:
     """Convert ms-swift's kind of training."""
     if value not in ("lora", "full"):
         raise ValueError("the kinds of training are lora and full")
     return {"use_peft": value == "lora"}
 
 
-def frozen_tower(value: Any, given: Given) -> Settings:
+def frozen_tower(value: Any, given: Given) -> FoundSettings:
     """Convert `freeze_vit`. An adapter of ms-swift is then on the language model, which is the default here."""
     is_full = "full" in (given.get("train_type"), given.get("tuner_type"))
     return {"freeze_vision_tower": value} if is_full else {}

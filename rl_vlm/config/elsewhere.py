@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from rl_vlm.config import conversions as convert
-from rl_vlm.config.conversions import Convert, Given, Settings
+from rl_vlm.config.conversions import Convert, FoundSettings, Given
 from rl_vlm.config.trl_fields import QLORA
 
 NESTED = (
@@ -40,7 +40,7 @@ def to(setting: str, note: str = "", converts: Convert | None = None) -> Counter
 def needless(reason: str, *values: Any) -> Counterpart:
     """Build the row of a setting to leave out. With `values`, another value has no equivalent."""
 
-    def check(value: Any, given: Given) -> Settings:
+    def check(value: Any, given: Given) -> FoundSettings:
         if values and value is not None and value not in values:
             raise ValueError(reason)
         return {}

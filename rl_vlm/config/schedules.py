@@ -10,9 +10,9 @@ from rl_vlm.config.sections import Sections
 from rl_vlm.config.typed import why_not
 
 Number = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Share = Annotated[float, Field(ge=0, le=1)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
-Steps = Annotated[int | None, Field(ge=0)]
+NumSteps = Annotated[int | None, Field(ge=0)]
 Shape = Literal["linear", "cosine", "1-sqrt"]
 
 ARGUMENTS: dict[str, dict[str, Any]] = {
@@ -23,10 +23,10 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "constant": {},
     "constant_with_warmup": {},
     "inverse_sqrt": {"timescale": Annotated[int | None, Field(ge=1)]},
-    "cosine_with_min_lr": {"min_lr": Number, "min_lr_rate": Share, "num_cycles": Number},
+    "cosine_with_min_lr": {"min_lr": Number, "min_lr_rate": Fraction, "num_cycles": Number},
     "warmup_stable_decay": {
-        "num_decay_steps": Count, "num_stable_steps": Steps, "warmup_type": Shape,
-        "decay_type": Shape, "min_lr_ratio": Share, "num_cycles": Number,
+        "num_decay_steps": Count, "num_stable_steps": NumSteps, "warmup_type": Shape,
+        "decay_type": Shape, "min_lr_ratio": Fraction, "num_cycles": Number,
     },
 }  # fmt: skip
 """Arguments that `transformers.get_scheduler` passes to each schedule, with their types."""

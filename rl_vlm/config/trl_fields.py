@@ -11,7 +11,7 @@ from typing import Any
 from rl_vlm.config.data_names import split_name
 from rl_vlm.config.trl_refused import NOT_HERE
 
-Settings = dict[str, Any]
+FoundSettings = dict[str, Any]
 
 TRL_PER_DEVICE_BATCH_SIZE = 8
 """TRL's default."""
@@ -45,7 +45,7 @@ SAME = frozenset(
 )
 
 
-def _eval_strategy(value: Any, given: Mapping[str, Any]) -> Settings:
+def _eval_strategy(value: Any, given: Mapping[str, Any]) -> FoundSettings:
     if value in ("no", False):
         return {"eval_steps": 0}
     if value != "steps":
@@ -59,7 +59,7 @@ def _eval_strategy(value: Any, given: Mapping[str, Any]) -> Settings:
     return settings | ({"eval_dataset_name": held_out} if held_out else {})
 
 
-def _save_strategy(value: Any, given: Mapping[str, Any]) -> Settings:
+def _save_strategy(value: Any, given: Mapping[str, Any]) -> FoundSettings:
     if value in ("no", False):
         return {"save_steps": 0}
     if value != "steps":
@@ -67,7 +67,7 @@ def _save_strategy(value: Any, given: Mapping[str, Any]) -> Settings:
     return {}
 
 
-def _reward_funcs(value: Any, given: Mapping[str, Any]) -> Settings:
+def _reward_funcs(value: Any, given: Mapping[str, Any]) -> FoundSettings:
     """Convert names of TRL's own functions and dotted import paths to `module:function`."""
     from_trl = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")
 
@@ -83,13 +83,13 @@ def _reward_funcs(value: Any, given: Mapping[str, Any]) -> Settings:
     return {"reward_funcs": [convert(name) for name in value] if isinstance(value, list) else convert(value)}
 
 
-def _scale_rewards(value: Any, given: Mapping[str, Any]) -> Settings:
+def _scale_rewards(value: Any, given: Mapping[str, Any]) -> FoundSettings:
     if isinstance(value, bool):
         value = "group" if value else "none"
     return {"scale_rewards": value}
 
 
-def _use_vllm(value: Any, given: Mapping[str, Any]) -> Settings:
+def _use_vllm(value: Any, given: Mapping[str, Any]) -> FoundSettings:
     """Choose the engine and the server to join.
 
     TRL joins a running server by its URL, or by host and port; its default host 0.0.0.0 means this machine.
@@ -106,13 +106,13 @@ def _use_vllm(value: Any, given: Mapping[str, Any]) -> Settings:
     return {"engine": "vllm_server", "vllm_server_base_url": url}
 
 
-def _vllm_mode(value: Any, given: Mapping[str, Any]) -> Settings:
+def _vllm_mode(value: Any, given: Mapping[str, Any]) -> FoundSettings:
     if "use_vllm" not in given and value != "colocate":
         raise ValueError("set `use_vllm` too")
     return _use_vllm(given.get("use_vllm"), given)
 
 
-def _vllm_server(value: Any, given: Mapping[str, Any]) -> Settings:
+def _vllm_server(value: Any, given: Mapping[str, Any]) -> FoundSettings:
     """Convert the host or the port of TRL's server."""
     if given.get("vllm_mode") == "server" and given.get("use_vllm"):
         return _use_vllm(True, given)
@@ -121,7 +121,7 @@ def _vllm_server(value: Any, given: Mapping[str, Any]) -> Settings:
     return {}
 
 
-def _bf16(value: Any, given: Mapping[str, Any]) -> Settings:
+def _bf16(value: Any, given: Mapping[str, Any]) -> FoundSettings:
     """Choose the compute precision: bfloat16, or the precision of the weights if `bf16` is false.
 
     If the weights are bfloat16, return nothing: the field that asks for them sets the precision. docs/migrate.md has a
@@ -146,7 +146,7 @@ def _weights(given: Mapping[str, Any]) -> Any:
     return given.get("dtype") or given.get("torch_dtype")
 
 
-def _dtype(value: Any, given: Mapping[str, Any]) -> Settings:
+def _dtype(value: Any, given: Mapping[str, Any]) -> FoundSettings:
     """Convert the precision of TRL's weights. If `bf16` is false, TRL also computes in it."""
     if value is None:
         return {}
@@ -157,7 +157,7 @@ def _dtype(value: Any, given: Mapping[str, Any]) -> Settings:
     return {"dtype": value}
 
 
-def _generation_batch_size(value: Any, given: Mapping[str, Any]) -> Settings:
+def _generation_batch_size(value: Any, given: Mapping[str, Any]) -> FoundSettings:
     """Convert the completions of a window to micro-steps of `per_device_train_batch_size` on every process."""
     if given.get("steps_per_generation") is not None:
         raise ValueError("`steps_per_generation` is given as well; keep that alone")
@@ -180,7 +180,7 @@ OPTIMIZERS = {
 """Optimizers of transformers, and their names here. A fused AdamW computes the same updates."""
 
 
-def _optim(value: Any, given: Mapping[str, Any]) -> Settings:
+def _optim(value: Any, given: Mapping[str, Any]) -> FoundSettings:
     if value not in OPTIMIZERS:
         raise ValueError(f"the optimizers are {', '.join(sorted(set(OPTIMIZERS.values())))}")
     return {"optim": OPTIMIZERS[value]}
@@ -200,7 +200,7 @@ QLORA = (
 """Advice in place of a `quantization_config`."""
 
 
-def _model_init_kwargs(value: Any, given: Mapping[str, Any]) -> Settings:
+def _model_init_kwargs(value: Any, given: Mapping[str, Any]) -> FoundSettings:
     """Convert arguments of `from_pretrained`."""
     if isinstance(value, dict) and value.get("quantization_config"):
         raise ValueError(f"`quantization_config`: {QLORA}")
@@ -222,7 +222,7 @@ def _model_init_kwargs(value: Any, given: Mapping[str, Any]) -> Settings:
     return settings | (_dtype(settings["dtype"], given) if "dtype" in settings else {})
 
 
-def _vlm_r1_paths(value: Any, given: Mapping[str, Any]) -> Settings:
+def _vlm_r1_paths(value: Any, given: Mapping[str, Any]) -> FoundSettings:
     """Convert VLM-R1's `data_file_paths` and `image_folders`, one or several, separated by colons."""
     paths = [given.get(name) for name in ("data_file_paths", "image_folders")]
     files, folders = (path.split(":") if isinstance(path, str) else [] for path in paths)
@@ -237,14 +237,14 @@ def _vlm_r1_paths(value: Any, given: Mapping[str, Any]) -> Settings:
 MIXTURE_FIELDS = ("path", "name", "data_dir", "data_files", "split", "columns", "fraction")
 
 
-def _datasets(value: Any, given: Mapping[str, Any]) -> Settings:
+def _datasets(value: Any, given: Mapping[str, Any]) -> FoundSettings:
     """Convert the entries of TRL's DatasetMixtureConfig. Each row of each entry is drawn once per epoch, as in TRL."""
     if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
         raise ValueError("it should be a list of mappings with `path`, `name` and `split`")
     return {"dataset_name": [_dataset(entry) for entry in value]}
 
 
-def _dataset(entry: dict[str, Any]) -> Settings:
+def _dataset(entry: dict[str, Any]) -> FoundSettings:
     """Convert an entry. An entry of the builder json or parquet gets the name of its file."""
     filled = {name: item for name, item in entry.items() if item is not None}
     if unknown := sorted(filled.keys() - set(MIXTURE_FIELDS)):
@@ -263,17 +263,17 @@ def _dataset(entry: dict[str, Any]) -> Settings:
     return {"name": path} | {name: item for name, item in own.items() if item is not None}
 
 
-def _tool_rounds(value: Any, given: Mapping[str, Any]) -> Settings:
+def _tool_rounds(value: Any, given: Mapping[str, Any]) -> FoundSettings:
     """Convert rounds of tools to turns. The turn after the last round is one more."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError("it should be a number of rounds above 0; leave it out for the default of `rollout.max_turns`")
     return {"max_turns": value + 1}
 
 
-def _neutral(reason: str) -> Callable[[Any, Mapping[str, Any]], Settings]:
+def _neutral(reason: str) -> Callable[[Any, Mapping[str, Any]], FoundSettings]:
     """Build the conversion of a field that must be false. `reason` is the error message."""
 
-    def convert(value: Any, given: Mapping[str, Any]) -> Settings:
+    def convert(value: Any, given: Mapping[str, Any]) -> FoundSettings:
         if value:
             raise ValueError(reason)
         return {}
@@ -281,7 +281,7 @@ def _neutral(reason: str) -> Callable[[Any, Mapping[str, Any]], Settings]:
     return convert
 
 
-CONVERTED: dict[str, Callable[[Any, Mapping[str, Any]], Settings]] = {
+CONVERTED: dict[str, Callable[[Any, Mapping[str, Any]], FoundSettings]] = {
     "bf16": _bf16,
     "dtype": _dtype,
     "generation_batch_size": _generation_batch_size,
@@ -308,14 +308,14 @@ CONVERTED: dict[str, Callable[[Any, Mapping[str, Any]], Settings]] = {
     "vllm_importance_sampling_cap": lambda value, given: {"vllm_importance_sampling_clip_max": value},
 }
 
-FROM_VLM_R1: dict[str, Callable[[Any, Mapping[str, Any]], Settings]] = {
+FROM_VLM_R1: dict[str, Callable[[Any, Mapping[str, Any]], FoundSettings]] = {
     "data_file_paths": _vlm_r1_paths,
     "image_folders": _vlm_r1_paths,
     "freeze_vision_modules": lambda value, given: {"freeze_vision_tower": value},
 }
 """Settings that VLM-R1 adds to TRL's."""
 
-FROM_MIXTURES: dict[str, Callable[[Any, Mapping[str, Any]], Settings]] = {
+FROM_MIXTURES: dict[str, Callable[[Any, Mapping[str, Any]], FoundSettings]] = {
     "datasets": _datasets,
     "streaming": _neutral("rows are read by their number; download the data, or write them to a file"),
     "test_split_size": _neutral("write held-out rows to a file of their own, and name it in `eval_dataset_name`"),
@@ -337,7 +337,7 @@ class NotHere(ValueError):
         self.reason = reason
 
 
-def translate(name: str, value: Any, given: Mapping[str, Any]) -> Settings | None:
+def translate(name: str, value: Any, given: Mapping[str, Any]) -> FoundSettings | None:
     """Convert TRL's field `name` with `value` to settings by leaf name. Returns None if TRL has no such field.
 
     Also converts the fields of VLM-R1 and of TRL's mixtures. `given` holds all fields that are set. Raises ValueError

@@ -21,7 +21,7 @@ from rl_vlm.data.problems import LONG_PROMPT, UNUSABLE
 from rl_vlm.data.prompts import LongPromptError, PromptBuilder, build_prompt
 from rl_vlm.data.sampler import Share
 from rl_vlm.data.samples import FindGold, ParsedRow, Rows, columns_to_check
-from rl_vlm.data.tables import Row
+from rl_vlm.data.tables import TableRow
 from rl_vlm.data.video.source import ClipHeader
 from rl_vlm.errors import DataError, Finding, Problem, Severity
 
@@ -43,7 +43,7 @@ SMALL_IMAGES = 512 * 512
 """Images of a row with more pixels in all are noted as large."""
 
 
-def no_gold(row: Row, text: str) -> None:
+def no_gold(row: TableRow, text: str) -> None:
     """Find no gold answer."""
 
 
@@ -108,7 +108,7 @@ class UsableRows:
     def __len__(self) -> int:
         return len(self.indices)
 
-    def example(self, columns: Collection[str], is_wanted: Callable[[Row], bool] = lambda row: True) -> Sample:
+    def example(self, columns: Collection[str], is_wanted: Callable[[TableRow], bool] = lambda row: True) -> Sample:
         """Return an early row of a source with values in all of `columns` that the data has, or else the first row.
 
         The row's columns must also pass `is_wanted`.
@@ -215,7 +215,7 @@ def find_problems(rows: Rows, share: range, find_gold: FindGold = no_gold) -> It
             yield note
 
 
-def over_rows(rows: Rows, share: range, inspect: Callable[[int, Row], T]) -> Iterator[T]:
+def over_rows(rows: Rows, share: range, inspect: Callable[[int, TableRow], T]) -> Iterator[T]:
     """Call `inspect` on each row of a share in several threads, and yield the results in order.
 
     The rows have only the columns that checks read.
@@ -232,7 +232,7 @@ def over_rows(rows: Rows, share: range, inspect: Callable[[int, Row], T]) -> Ite
             start += len(batch)
 
 
-def inspect_row(rows: Rows, find_gold: FindGold, index: int, row: Row) -> tuple[RowNote, ParsedRow | None]:
+def inspect_row(rows: Rows, find_gold: FindGold, index: int, row: TableRow) -> tuple[RowNote, ParsedRow | None]:
     """Read a row, and the headers of its images and videos. Also return the parsed row if it can be used."""
     try:
         parsed = rows.check(index, row)

@@ -9,7 +9,7 @@ from typing import Any
 
 from rl_vlm.data.images import image_path
 from rl_vlm.data.samples import Rows
-from rl_vlm.data.tables import IMAGE_COLUMNS, VIDEO_COLUMNS, Row, Table
+from rl_vlm.data.tables import IMAGE_COLUMNS, VIDEO_COLUMNS, Table, TableRow
 from rl_vlm.data.video.values import paths_in
 
 
@@ -32,7 +32,7 @@ def contents(table: Table) -> str:
     return digest.hexdigest()
 
 
-def comparable(row: Row) -> Any:
+def comparable(row: TableRow) -> Any:
     """Return the row in the form that enters a digest."""
     return with_text_keys(without_pixels(row))
 
@@ -42,7 +42,7 @@ def as_json(content: Any) -> str:
     return json.dumps(content, sort_keys=True, default=lambda value: type(value).__name__)
 
 
-def without_pixels(row: Row) -> Row:
+def without_pixels(row: TableRow) -> TableRow:
     """Return the row with images and videos replaced by their paths. None is read."""
     replaced = dict.fromkeys(IMAGE_COLUMNS, paths_of) | dict.fromkeys(VIDEO_COLUMNS, paths_in)
     return {str(name): replaced[name](value) if name in replaced else value for name, value in row.items()}

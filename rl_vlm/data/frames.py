@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rl_vlm.types import Sample, Video
 
-Block = dict[str, Any]
+ContentBlock = dict[str, Any]
 
 
 def frames_as_images(sample: Sample) -> Sample:
@@ -25,7 +25,7 @@ def frames_as_images(sample: Sample) -> Sample:
     videos, placed, encoded, starts = iter(sample.videos), [], {}, []
     numbers = iter(range(len(sample.images)))
 
-    def shown(block: Block) -> list[Block]:
+    def shown(block: ContentBlock) -> list[ContentBlock]:
         if block["type"] == "image":
             if (number := next(numbers)) in sample.encoded_images:
                 encoded[len(placed)] = sample.encoded_images[number]
@@ -52,7 +52,7 @@ def frames_as_images(sample: Sample) -> Sample:
     )
 
 
-def frame_blocks(video: Video) -> list[Block]:
+def frame_blocks(video: Video) -> list[ContentBlock]:
     """Return the blocks of a video's frames, each after a text with its second."""
     texts = [{"type": "text", "text": f"{time:.1f} s: "} for time in video.times]
     return [block for text in texts for block in (text, {"type": "image"})]

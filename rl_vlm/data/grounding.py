@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
-from rl_vlm.data.tables import Row
+from rl_vlm.data.tables import TableRow
 from rl_vlm.errors import DataError, shorten
 
 Message = dict[str, Any]
@@ -45,7 +45,7 @@ def fill_objects(messages: Any, objects: Any, where: str) -> Any:
     return map_texts(messages, lambda text: re.sub("|".join(MARKS), lambda mark: next(left[mark[0]]), text))
 
 
-def read_objects(objects: Any, where: str) -> Row:
+def read_objects(objects: Any, where: str) -> TableRow:
     """Return `objects` as a dict, which is empty for None. Raises DataError if it is not an object."""
     found: Any = {} if objects is None else objects
     if isinstance(found, str):

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 
 from rl_vlm.data.grounding import fill_objects
 from rl_vlm.data.messages import ends_with_answer, read_conversations
-from rl_vlm.data.tables import MEDIA_COLUMNS, VIDEO_COLUMNS, Row, is_filled
+from rl_vlm.data.tables import MEDIA_COLUMNS, VIDEO_COLUMNS, TableRow, is_filled
 from rl_vlm.errors import DataError
 
 logger = logging.getLogger(__name__)
 
 
-def read_turns(row: Row, where: str) -> Any:
+def read_turns(row: TableRow, where: str) -> Any:
     """Return the turns before the last answer as messages. LLaVA marks a video as an image."""
     turns = row["conversations"]
     messages = read_conversations(turns[:-1] if ends_with_answer(turns) else turns, where)
@@ -31,7 +31,7 @@ def read_turns(row: Row, where: str) -> Any:
     ]
 
 
-def read_question(row: Row, where: str) -> Any:
+def read_question(row: TableRow, where: str) -> Any:
     """Return a question with its options, one per line, as Video-R1 does."""
     options = row.get("options")
     if not isinstance(options, list) or not all(isinstance(text, str) for text in (row["problem"], *options)):
@@ -39,7 +39,7 @@ def read_question(row: Row, where: str) -> Any:
     return "\n".join([row["problem"], "Options:", *options]) if options else row["problem"]
 
 
-def with_media(row: Row) -> Row:
+def with_media(row: TableRow) -> TableRow:
     """Return a row with Video-R1's `path` as `image` or `video`, whichever its `data_type` says."""
     kind, path = row.get("data_type"), row.get("path")
     has_media = any(is_filled(row.get(name)) for name in MEDIA_COLUMNS)
@@ -48,19 +48,19 @@ def with_media(row: Row) -> Row:
     return row | {str(kind): path}
 
 
-def last_turn(row: Row, where: str) -> Any:
+def last_turn(row: TableRow, where: str) -> Any:
     """Return the last answer of `conversations`, or None."""
     turns = row["conversations"]
     return turns[-1].get("value") if ends_with_answer(turns) else None
 
 
-def read_messages(row: Row, where: str) -> Any:
+def read_messages(row: TableRow, where: str) -> Any:
     """Return `messages` without a final answer, with the marks of objects filled in."""
     messages = fill_objects(row["messages"], row.get("objects"), where)
     return messages[:-1] if is_answered(messages) else messages
 
 
-def last_message(row: Row, where: str) -> Any:
+def last_message(row: TableRow, where: str) -> Any:
     """Return the text of the assistant's final message, with the marks of objects filled in, or None."""
     if not is_answered(row["messages"]):
         return None
@@ -74,7 +74,7 @@ def is_answered(messages: Any) -> bool:
     return isinstance(last, dict) and last.get("role") == "assistant"
 
 
-def ground_truth(row: Row, where: str) -> Any:
+def ground_truth(row: TableRow, where: str) -> Any:
     """Return verl's `reward_model.ground_truth`, or None."""
     return row["reward_model"].get("ground_truth") if isinstance(row["reward_model"], dict) else None
 
@@ -85,16 +85,16 @@ class Layout(NamedTuple):
     system: str
     columns: tuple[str, ...]
     """Columns of rows with this layout. The first one is filled."""
-    prompt: Callable[[Row, str], Any] | None
+    prompt: Callable[[TableRow, str], Any] | None
     """Returns the prompt from the first column. None if column `prompt` holds it."""
     gold: str
     """Description of the value that becomes `solution`."""
-    solution: Callable[[Row, str], Any]
+    solution: Callable[[TableRow, str], Any]
     """Returns the value that becomes `solution`, or None."""
     yields: bool
     """Whether a column `solution` takes precedence over the layout's value. If not, a row is refused if they differ."""
 
-    def fits(self, row: Row) -> bool:
+    def fits(self, row: TableRow) -> bool:
         """Return whether a row has this layout."""
         return is_filled(row.get(self.columns[0])) and all(name in row for name in self.columns)
 
@@ -117,7 +117,7 @@ def layouts_of(columns: Collection[str]) -> list[Layout]:
     return [layout for layout in LAYOUTS if set(layout.columns).issubset(columns)]
 
 
-def read_layout(row: Row, where: str, with_prompt: bool) -> Row:
+def read_layout(row: TableRow, where: str, with_prompt: bool) -> TableRow:
     """Add `prompt` and `solution` to a row if its layout is another system's.
 
     The column that held the prompt is removed. Without `with_prompt`, a template makes the prompt, so only `solution`
@@ -129,13 +129,13 @@ def read_layout(row: Row, where: str, with_prompt: bool) -> Row:
     if prompts and len(holders) > 1:
         raise ambiguous(where, "prompt", holders)
     gold = find_solution(row, found, where)
-    read: Row = {name: value for name, value in row.items() if name not in prompts}
+    read: TableRow = {name: value for name, value in row.items() if name not in prompts}
     for prompt in prompts.values():
         read["prompt"] = prompt(row, where)
     return read if gold is None else read | {"solution": gold}
 
 
-def find_solution(row: Row, found: list[Layout], where: str) -> Any:
+def find_solution(row: TableRow, found: list[Layout], where: str) -> Any:
     """Return the value of `solution`, or None. Raises DataError if several values differ."""
     given = row.get("solution")
     if given is not None and all(layout.yields for layout in found):

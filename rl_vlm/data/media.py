@@ -11,7 +11,7 @@ from typing import Any, Literal
 from rl_vlm.data.problems import PROBLEMS
 from rl_vlm.errors import DataError, RLVLMError, TrainingError, is_of_machine, shorten
 
-Kind = Literal["image", "video"]
+MediaKind = Literal["image", "video"]
 
 BASE64 = re.compile(r"data:image/[^,\s]{1,99};base64,|(iVBORw0KGgo|/9j/|UklGR|R0lGOD)(?:(?:\r?\n)?[A-Za-z0-9+/]){100}")
 """The start of an image as base64 text: a data URL, or a bare PNG, JPEG, WEBP or GIF. The text may have line breaks."""
@@ -22,7 +22,7 @@ class AboveLimit(ValueError):
 
 
 @contextmanager
-def media_errors(kind: Kind, value: Any, where: str) -> Iterator[None]:
+def media_errors(kind: MediaKind, value: Any, where: str) -> Iterator[None]:
     """Turn an error of the block into a DataError. Its message begins with `where` and the path of the file.
 
     Raises TrainingError for an error of the machine, such as a full disk, which must not count as a bad row.

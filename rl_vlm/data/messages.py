@@ -8,7 +8,7 @@ from typing import Any
 
 from rl_vlm.data.media import BASE64
 from rl_vlm.data.problems import EMPTY_PROMPT, UNEQUAL_MARKS
-from rl_vlm.data.tables import Row
+from rl_vlm.data.tables import TableRow
 from rl_vlm.errors import DataError, shorten
 
 Message = dict[str, Any]
@@ -42,7 +42,7 @@ def ends_with_answer(turns: Any) -> bool:
     return isinstance(last, dict) and "value" in last and SPEAKERS.get(str(last.get("from"))) == "assistant"
 
 
-def split_marks(text: str) -> list[Row]:
+def split_marks(text: str) -> list[TableRow]:
     """Split text into content blocks at `<image>`, `<video>` and `<audio>`. The latter is refused later."""
     parts = MARKS.split(text)
     blocks = [{"type": "text", "text": part} if i % 2 == 0 else {"type": part} for i, part in enumerate(parts)]
@@ -80,7 +80,7 @@ def without_blocks(messages: Sequence[Message], kind: str) -> list[Message]:
     ]
 
 
-def to_blocks(content: Any, where: str) -> list[Row]:
+def to_blocks(content: Any, where: str) -> list[TableRow]:
     """Convert the content of a message to blocks of text, images and videos."""
     blocks = []
     for block in content if isinstance(content, list) else [{"type": "text", "text": content}]:
@@ -98,7 +98,7 @@ def to_blocks(content: Any, where: str) -> list[Row]:
     return blocks
 
 
-def read_text(text: str, where: str) -> list[Row]:
+def read_text(text: str, where: str) -> list[TableRow]:
     """Convert a text to blocks. Raises DataError if it holds an audio mark, or an image as base64 text."""
     blocks = split_marks(text) or [{"type": "text", "text": ""}]
     if any(block["type"] == "audio" for block in blocks):
@@ -120,12 +120,12 @@ def as_messages(prompt: str | list[Message]) -> list[Message]:
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
 
-def blocks_of(content: str | Sequence[Row]) -> Sequence[Row]:
+def blocks_of(content: str | Sequence[TableRow]) -> Sequence[TableRow]:
     """Return the content of a message as blocks."""
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
-def refuse_extras(given: Row, known: tuple[str, ...], where: str) -> None:
+def refuse_extras(given: TableRow, known: tuple[str, ...], where: str) -> None:
     """Raise DataError for keys without an effect. None is accepted, since Arrow fills missing keys with it."""
     extras = [name for name, value in given.items() if name not in known and value is not None]
     if extras:
@@ -142,7 +142,7 @@ def place_media(messages: list[Message], counts: dict[str, int], where: str) -> 
     Raises DataError if the numbers of blocks and of images or videos differ.
     """
     first_user = next((message for message in messages if message["role"] == "user"), None)
-    placed: list[Row] = []
+    placed: list[TableRow] = []
     for kind, count in counts.items():
         num_blocks = sum(block["type"] == kind for message in messages for block in message["content"])
         if num_blocks == 0 and first_user:

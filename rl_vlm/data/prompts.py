@@ -113,11 +113,11 @@ def token_kinds(processor: Any) -> dict[str, bool]:
     return {"return_mm_token_type_ids": True} if "mm_token_type_ids" in names else {}
 
 
-Parts = tuple["Tensor", dict[str, "Tensor"], dict[str, "Tensor"]]
+SplitFeatures = tuple["Tensor", dict[str, "Tensor"], dict[str, "Tensor"]]
 """Token ids (tokens,), further inputs per token, and inputs of images and videos."""
 
 
-def split_features(features: BatchFeature | dict[str, Tensor]) -> Parts:
+def split_features(features: BatchFeature | dict[str, Tensor]) -> SplitFeatures:
     """Split a processor's output for one text into token ids, inputs per token and inputs of images and videos."""
     found = dict(features)
     token_ids = found.pop("input_ids")  # (1, tokens)
@@ -234,7 +234,7 @@ class PromptBuilder:
         self._check_length(prompt)
         return prompt
 
-    def part(self, text: str, images: Sequence[Image], videos: Sequence[Video] = ()) -> Parts:
+    def part(self, text: str, images: Sequence[Image], videos: Sequence[Video] = ()) -> SplitFeatures:
         """Return the model's inputs for a part of a rendered conversation, and for its images and videos."""
         if videos and has_one_input(self.processor):
             text, inputs = expanded(self.processor, text, images, videos)

@@ -29,7 +29,16 @@ from rl_vlm.data.media import media_errors
 from rl_vlm.data.messages import Message, as_messages, place_media, to_messages
 from rl_vlm.data.problems import ANSWERED_PROMPT, EMPTY_PROMPT, UNFILLED_TEMPLATE
 from rl_vlm.data.sources import open_source
-from rl_vlm.data.tables import IMAGE_COLUMNS, MEDIA_COLUMNS, SOURCE, VIDEO_COLUMNS, MixedRows, Row, Table, is_filled
+from rl_vlm.data.tables import (
+    IMAGE_COLUMNS,
+    MEDIA_COLUMNS,
+    SOURCE,
+    VIDEO_COLUMNS,
+    MixedRows,
+    Table,
+    TableRow,
+    is_filled,
+)
 from rl_vlm.data.video.frames import FrameRule
 from rl_vlm.data.video.read import check_video, read_video
 from rl_vlm.data.video.source import ClipHeader
@@ -39,7 +48,7 @@ from rl_vlm.errors import DataError, TrainingError, is_of_machine, shorten, text
 if TYPE_CHECKING:
     from rl_vlm.types import Sample
 
-FindGold = Callable[[Row, str], str | None]
+FindGold = Callable[[TableRow, str], str | None]
 """Takes a row and a text. Returns the column whose gold answer the text gives, or None."""
 ANSWERED_COLUMNS = ("messages", "conversations")
 """Columns whose final assistant message is the answer, in the layouts of ms-swift and VLM-R1."""
@@ -54,7 +63,7 @@ class ParsedRow:
     """A row whose images and videos are not read yet."""
 
     messages: list[Message]
-    columns: Row
+    columns: TableRow
     prompt: Any
     images: list[tuple[str, Any]]
     """Column and value of each image."""
@@ -167,7 +176,7 @@ class Rows:
         rows.frame_rule.check()
         return rows
 
-    def check(self, index: int, row: Row) -> ParsedRow:
+    def check(self, index: int, row: TableRow) -> ParsedRow:
         """Read `row`, which has this index, and the headers of its images and videos. Raises DataError like `[]`."""
         parsed, where, part = self.parse(index, row), self.place(index), self.part(index)
         limit, folder = self.config.max_image_pixels, part.image_folder
@@ -219,7 +228,7 @@ class Rows:
             ANSWERED_PROMPT,
         )
 
-    def parse(self, index: int, row: Row | None = None) -> ParsedRow:
+    def parse(self, index: int, row: TableRow | None = None) -> ParsedRow:
         """Parse row `index` without its images and videos. Raises DataError if the row cannot be used."""
         where = self.place(index)
         with row_errors(where):
@@ -346,7 +355,7 @@ def row_errors(where: str) -> Iterator[None]:
         raise kind(f"{where}: it cannot be read: {type(error).__name__}: {shorten(text_of(error))}") from error
 
 
-def parse_row(row: Row, config: DataConfig, where: str, takes_empty: bool) -> ParsedRow:
+def parse_row(row: TableRow, config: DataConfig, where: str, takes_empty: bool) -> ParsedRow:
     """Read a row's prompt and place its images and videos. Reads none. Raises DataError if the row cannot be used.
 
     A prompt without content cannot be used, unless `takes_empty` is true.
@@ -370,7 +379,7 @@ def parse_row(row: Row, config: DataConfig, where: str, takes_empty: bool) -> Pa
     return ParsedRow(messages, columns, prompt, images, videos)
 
 
-def read_prompt(row: Row, template: str | None, where: str) -> tuple[str | list[Message], Row]:
+def read_prompt(row: TableRow, template: str | None, where: str) -> tuple[str | list[Message], TableRow]:
     """Return a row's prompt, as text or messages, and the columns for reward functions.
 
     Rows of other systems are read with `read_layout`. Raises DataError if a row has no prompt, or if a column of
@@ -427,7 +436,7 @@ class PlainFormatter(Formatter):
         return value, used
 
 
-def fill_template(template: str, row: Row, where: str) -> str:
+def fill_template(template: str, row: TableRow, where: str) -> str:
     """Fill the template with columns of the row. Raises DataError if a column is missing, null, or not plain."""
     try:
         return PlainFormatter().vformat(template, (), row)
@@ -439,7 +448,7 @@ def fill_template(template: str, row: Row, where: str) -> str:
         ) from error
 
 
-def media_values(row: Row, columns: tuple[str, str], where: str) -> list[tuple[str, Any]]:
+def media_values(row: TableRow, columns: tuple[str, str], where: str) -> list[tuple[str, Any]]:
     """Return the column and value of each image, or of each video, in the two columns. The list may be empty.
 
     A list in column `video` is one video if it holds frames.

@@ -16,7 +16,7 @@ import numpy as np
 
 from rl_vlm.errors import DataError
 
-Row = dict[str, Any]
+TableRow = dict[str, Any]
 IMAGE_COLUMNS = ("image", "images")
 VIDEO_COLUMNS = ("video", "videos")
 MEDIA_COLUMNS = (*IMAGE_COLUMNS, *VIDEO_COLUMNS)
@@ -31,13 +31,13 @@ def is_filled(value: Any) -> bool:
     return value is not None and not (isinstance(value, list | tuple) and not value)
 
 
-class Table(Sequence[Row]):
+class Table(Sequence[TableRow]):
     """Rows that are read by index, by column and in batches."""
 
     columns: list[str]
 
     @abstractmethod
-    def batches(self, indices: range, columns: Collection[str]) -> Iterator[list[Row]]:
+    def batches(self, indices: range, columns: Collection[str]) -> Iterator[list[TableRow]]:
         """Yield lists of consecutive rows with `columns`, and perhaps others. Nothing is decoded."""
 
     def values(self, column: str) -> Iterator[Any]:
@@ -48,17 +48,17 @@ class Table(Sequence[Row]):
 class ListRows(Table):
     """Rows in memory. Rows may have different columns."""
 
-    def __init__(self, rows: Sequence[Row]) -> None:
+    def __init__(self, rows: Sequence[TableRow]) -> None:
         self.rows = rows
         self.columns = list(dict.fromkeys(name for row in rows for name in row))
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, index: int) -> Row:
+    def __getitem__(self, index: int) -> TableRow:
         return self.rows[index]
 
-    def batches(self, indices: range, columns: Collection[str]) -> Iterator[list[Row]]:
+    def batches(self, indices: range, columns: Collection[str]) -> Iterator[list[TableRow]]:
         """Yield lists of consecutive rows with all their columns, since they are in memory."""
         for start in range(0, len(indices), BATCH):
             yield [self.rows[index] for index in indices[start : start + BATCH]]
@@ -89,15 +89,15 @@ class ArrowRows(Table):
     def __len__(self) -> int:
         return len(self.tables)
 
-    def __getitem__(self, index: int) -> Row:
+    def __getitem__(self, index: int) -> TableRow:
         return self.features.decode_example(self.tables[index].to_pylist()[0])
 
-    def batches(self, indices: range, columns: Collection[str]) -> Iterator[list[Row]]:
+    def batches(self, indices: range, columns: Collection[str]) -> Iterator[list[TableRow]]:
         """Yield lists of consecutive rows with some of their columns. Nothing is decoded, and bytes are open files."""
         selected = self.tables.select_columns([name for name in self.columns if name in columns])
         for start in range(indices.start, indices.stop, BATCH):
             stop = min(start + BATCH, indices.stop)
-            table, rows = selected[start:stop], [Row() for _ in range(start, stop)]
+            table, rows = selected[start:stop], [TableRow() for _ in range(start, stop)]
             for name, column in zip(table.column_names, table.columns, strict=True):
                 for row, value in zip(rows, array_values(column), strict=True):
                     row[name] = value
@@ -120,15 +120,15 @@ class MixedRows(Table):
     def __len__(self) -> int:
         return self.starts[-1]
 
-    def __getitem__(self, index: int) -> Row:
+    def __getitem__(self, index: int) -> TableRow:
         number = bisect_right(self.starts, index) - 1
         return self.named(number, self.tables[number][index - self.starts[number]])
 
-    def named(self, number: int, row: Row) -> Row:
+    def named(self, number: int, row: TableRow) -> TableRow:
         """Add column `data_source` to a row of table `number`, unless it has a value."""
         return row if row.get(SOURCE) is not None else row | {SOURCE: self.names[number]}
 
-    def batches(self, indices: range, columns: Collection[str]) -> Iterator[list[Row]]:
+    def batches(self, indices: range, columns: Collection[str]) -> Iterator[list[TableRow]]:
         """Yield lists of consecutive rows with `columns` and `data_source`. A list has rows of one table."""
         for number, (start, table) in enumerate(zip(self.starts, self.tables, strict=False)):
             own = range(max(indices.start - start, 0), min(indices.stop - start, len(table)))

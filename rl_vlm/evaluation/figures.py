@@ -10,12 +10,12 @@ import numpy as np
 
 from rl_vlm.log.completions import answer
 
-Row = Mapping[str, Any]
+ScoredRow = Mapping[str, Any]
 
 BOOTSTRAP_RESAMPLES = 1000
 
 
-def summarise(rows: Sequence[Row], solved_from: Mapping[str, float], num_generations: int) -> dict[str, float]:
+def summarise(rows: Sequence[ScoredRow], solved_from: Mapping[str, float], num_generations: int) -> dict[str, float]:
     """Compute mean, 95% interval, pass@k and majority@k of each reward function, and lengths of the completions.
 
     `solved_from` maps each function to the lowest score of a solved completion. If a function does not apply to a
@@ -37,18 +37,18 @@ def summarise(rows: Sequence[Row], solved_from: Mapping[str, float], num_generat
 
 
 def summarise_by(
-    rows: Sequence[Row], column: str, solved_from: Mapping[str, float], num_generations: int
+    rows: Sequence[ScoredRow], column: str, solved_from: Mapping[str, float], num_generations: int
 ) -> dict[str, dict[str, float]]:
     """Call `summarise` for each value of a data column, on its rows, in order of the values as text."""
-    by_value: dict[str, list[Row]] = {}
+    by_value: dict[str, list[ScoredRow]] = {}
     for row in rows:
         by_value.setdefault(str(row.get(f"data/{column}")), []).append(row)
     return {value: summarise(by_value[value], solved_from, num_generations) for value in sorted(by_value)}
 
 
-def figures(rows: Sequence[Row], name: str, solved_from: float, num_generations: int) -> dict[str, float]:
+def figures(rows: Sequence[ScoredRow], name: str, solved_from: float, num_generations: int) -> dict[str, float]:
     """Compute interval, pass@k and majority@k of one reward function. Empty if it scored nothing."""
-    by_sample: dict[str, list[Row]] = {}
+    by_sample: dict[str, list[ScoredRow]] = {}
     for row in rows:
         if row[name] is not None:
             by_sample.setdefault(row["sample_id"], []).append(row)

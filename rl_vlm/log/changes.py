@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-Split = Literal["held-out", "training"]
+ScoreSplit = Literal["held-out", "training"]
 
 FEWEST = 8
 """With fewer values, an interval would be too narrow."""
@@ -23,7 +23,7 @@ class Change:
     high: float | None = None
     num: int | None = None
     """Number of values: of pairs, or of values at the end that has fewer of them."""
-    split: Split | None = None
+    split: ScoreSplit | None = None
     """The data of a score."""
 
     @property

@@ -18,11 +18,11 @@ BLOCK = 128
 STRIP_ELEMENTS = 2**23
 """Pairs of tokens for which the rule is evaluated at once."""
 
-Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+MaskRule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """Takes (batch, head, query, key), which broadcast, and returns whether the query may attend to the key."""
 
 
-def make_block_mask(rule: Rule, length: int, device: torch.device) -> BlockMask:
+def make_block_mask(rule: MaskRule, length: int, device: torch.device) -> BlockMask:
     """Build the same block mask as `create_block_mask` for a row of `length` tokens, with bounded memory."""
     num_blocks = -(-length // BLOCK)
     index = torch.arange(num_blocks * BLOCK, device=device)

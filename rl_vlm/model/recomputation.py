@@ -13,7 +13,7 @@ from rl_vlm.model.family import Family
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-Part = Literal["vision_tower", "language_model"]
+ModelPart = Literal["vision_tower", "language_model"]
 
 
 def enable_recomputation(model: PreTrainedModel, family: Family, memory: MemoryConfig) -> None:
@@ -58,7 +58,7 @@ def keeps_last_layer(model: PreTrainedModel, memory: MemoryConfig) -> bool:
     return not memory.activation_offloading and not any(p.requires_grad for p in head.parameters())
 
 
-def require_layers(model: nn.Module, family: Family, part: Part) -> None:
+def require_layers(model: nn.Module, family: Family, part: ModelPart) -> None:
     """Raise ConfigError if no layer of `part` can recompute its activations."""
     parts = ["vision_tower" if is_vision(name, family) else "language_model" for name, _ in layers(model)]
     if part not in parts:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rl_vlm.errors import ModelError
 
-Result = Literal["holds", "failed", "untried"]
+CheckResult = Literal["holds", "failed", "untried"]
 MARGIN = 10.0
 """Bounds are this many times the differences between dense rows."""
 SMALLEST_BOUND = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
@@ -75,7 +75,7 @@ class ProofCheck:
         return self.problem is None and all(each.holds for each in self.comparisons)
 
     @property
-    def result(self) -> Result:
+    def result(self) -> CheckResult:
         """Return the result in a word."""
         return "untried" if self.untried is not None else "holds" if self.holds else "failed"
 

@@ -7,7 +7,7 @@ from io import BytesIO
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from rewards.forms import Form, completion_in
+from rewards.forms import CompletionForm, completion_in
 
 if TYPE_CHECKING:
     from rl_vlm.types import Completion, ToolResult, Turn
@@ -18,7 +18,7 @@ UNREAD = "unknown"
 """Name in the message about a call that could not be read. It is TRL's name for calls that it does not know."""
 
 
-def completion_as(form: Form, completion: Completion) -> str | list[Message]:
+def completion_as(form: CompletionForm, completion: Completion) -> str | list[Message]:
     """Return a completion as text, its last turn's, or as messages: of the model, and with the results of tools."""
     if form == "messages" and completion.turns:
         return list(chain.from_iterable(map(messages_of, completion.turns)))

@@ -21,7 +21,7 @@ import numpy as np
 from rewards.adapters import Adapted, adapt
 from rewards.calling import OFFERED, Call, background_loop, parameters, select_arguments, takes_anything
 from rewards.contract import Answer, Fault, RewardFunction, join, spread
-from rewards.forms import OTHER, Form, form_of, prompt_in
+from rewards.forms import OTHER, CompletionForm, form_of, prompt_in
 from rewards.registry import ASKS_A_MODEL, BUILT_INS, PACKAGES, TIMEOUTS
 from rewards.stand_ins import REGISTRY, stand_ins
 from rewards.worker import Worker
@@ -84,7 +84,7 @@ class Reward:
                 f"reward function {self.name!r} reads `environments` and has a timeout, so it runs in a process that "
                 "has no environments: leave out its `timeout`, or read `turns`"
             )
-        self.form: Form | None = adapted.form if spec.completions == "auto" else spec.completions
+        self.form: CompletionForm | None = adapted.form if spec.completions == "auto" else spec.completions
         reads_form = {"prompts", "completions"} & parameters(self.function).keys() or takes_anything(self.function)
         self.probes_form = spec.completions == "auto" and not adapted.form and bool(reads_form) and not is_built_in
         if adapted.system:
@@ -155,7 +155,7 @@ class Reward:
                 f"{did_you_mean(column, columns)}; it has: {listed(columns)}"
             )
 
-    def find_form(self, example: Sample) -> Form | None:
+    def find_form(self, example: Sample) -> CompletionForm | None:
         """Return the form that the function can read, or None for each row's form. See `RewardSuite.find_forms`."""
         if not self.probes_form or self.reads_turns(example.columns):
             return self.form
@@ -175,14 +175,14 @@ class Reward:
         )
         return form
 
-    def probe(self, example: Sample, form: Form) -> Fault | None:
+    def probe(self, example: Sample, form: CompletionForm) -> Fault | None:
         """Call the function on two made-up completions in this form. Return the fault, or None."""
         group = made_up_group(example, [made_up_completion(example.columns)] * 2)
         answer = self.start([group], state_outside(), form, example.columns)()
         return next((score for score in answer.scores if isinstance(score, Fault)), None)
 
     def start(
-        self, groups: Sequence[Group], state: TrainerState, form: Form | None, data_columns: Iterable[str]
+        self, groups: Sequence[Group], state: TrainerState, form: CompletionForm | None, data_columns: Iterable[str]
     ) -> Callable[[], Answer]:
         """Start the calls for the completions that the function scores. Return a function that waits for the answer."""
         scored = [self.scores(group) for group in groups]
@@ -197,7 +197,7 @@ class Reward:
         return [applies and completion.fault is None for completion in group.completions]
 
     def start_calls(
-        self, groups: Sequence[Group], state: TrainerState, form: Form | None, data_columns: Iterable[str]
+        self, groups: Sequence[Group], state: TrainerState, form: CompletionForm | None, data_columns: Iterable[str]
     ) -> Callable[[], Answer]:
         """Start one call for all groups, or one call per group if `calls` says so or the function has a worker."""
         columns = {column for group in groups for column in group.prompt.sample.columns}.union(data_columns)
@@ -231,7 +231,7 @@ def members_of(group: Group, chosen: Sequence[bool]) -> Group:
     return group if all(chosen) else replace(group, completions=list(compress(group.completions, chosen)))
 
 
-def arguments(groups: Sequence[Group], columns: Iterable[str], form: Form | None) -> dict[str, list[Any]]:
+def arguments(groups: Sequence[Group], columns: Iterable[str], form: CompletionForm | None) -> dict[str, list[Any]]:
     """Build the arguments of TRL's protocol: one list per argument, with one entry per completion.
 
     The entry is None if a row lacks the column. Prompts and completions have the given form, or their row's form if it

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rewards.grounding.boxes import Region, read_text
-from rewards.grounding.frames import Frames, Size, scaled
+from rewards.grounding.frames import Frames, FrameSize, scaled
 from rewards.grounding.scoring import gold_boxes
 from rewards.text import answer_text
 
@@ -41,12 +41,12 @@ class Regions:
         gold = gold_boxes(row.get("data/solution"))
         return self.drawn(gold if isinstance(gold, list) else None, self.row_frames(row)[1], row)
 
-    def row_frames(self, row: Mapping[str, Any]) -> tuple[Size | None, Size | None]:
+    def row_frames(self, row: Mapping[str, Any]) -> tuple[FrameSize | None, FrameSize | None]:
         """Return width and height of the image in the frames of predicted and of gold regions."""
         frames = self.frames.of_row(row.get("image_sizes"), row.get("model_image_sizes"))
         return frames.predicted, frames.gold
 
-    def drawn(self, regions: Sequence[Region] | None, frame: Size | None, row: Mapping[str, Any]) -> list[Region]:
+    def drawn(self, regions: Sequence[Region] | None, frame: FrameSize | None, row: Mapping[str, Any]) -> list[Region]:
         """Return the readable regions, converted from `frame` to pixels of the original image."""
         sizes, index = row.get("image_sizes") or [], self.frames.image_index
         if not regions or frame is None or index >= len(sizes):

@@ -12,7 +12,7 @@ from contextlib import chdir
 from typing import TYPE_CHECKING, Any
 
 from rewards.contract import Answer, Fault, Score, failed, on_one_line, read_score
-from rewards.forms import Form
+from rewards.forms import CompletionForm
 from rl_vlm.config.schema import RewardsConfig
 from rl_vlm.config.secrets import without_secrets
 from rl_vlm.errors import Problems, RewardError, shorten
@@ -89,7 +89,9 @@ class RewardSuite:
         problems.refuse()
         self.data_columns |= columns
 
-    def find_forms(self, example: Callable[[Callable[[Mapping[str, Any]], bool]], Sample]) -> list[Form | None]:
+    def find_forms(
+        self, example: Callable[[Callable[[Mapping[str, Any]], bool]], Sample]
+    ) -> list[CompletionForm | None]:
         """Return the form in which each function can read completions and prompts, judging by one row.
 
         `example` returns a row whose columns pass a test. The test is whether the function applies to the row.
@@ -102,11 +104,11 @@ class RewardSuite:
             return [reward.find_form(example(reward.applies)) for reward in self._rewards]
 
     @property
-    def forms(self) -> list[Form | None]:
+    def forms(self) -> list[CompletionForm | None]:
         """Return the form of each function, as from `find_forms`."""
         return [reward.form for reward in self._rewards]
 
-    def use_forms(self, forms: Sequence[Form | None]) -> None:
+    def use_forms(self, forms: Sequence[CompletionForm | None]) -> None:
         """Set the form of completions and prompts for each function."""
         for reward, form in zip(self._rewards, forms, strict=True):
             reward.form = form

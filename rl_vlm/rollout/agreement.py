@@ -18,7 +18,7 @@ from rl_vlm.distributed.collectives import Collectives
 from rl_vlm.errors import RolloutError
 from rl_vlm.rollout.engine import SyncedEngine
 from rl_vlm.rollout.sampling import sampling_params
-from rl_vlm.rollout.window import Outputs
+from rl_vlm.rollout.window import PolicyOutputs
 from rl_vlm.types import MicroBatch, PolicyOutput, Progress, RolloutRequest, ScoredGroup, length_mask, pad_rows
 
 NUM_CHECKED_GROUPS = 2
@@ -59,7 +59,7 @@ class AgreementCheck:
             return progress.policy_version > 0
         return progress.global_step - self.last.step >= rollout.agreement_steps
 
-    def run(self, progress: Progress, groups: Sequence[ScoredGroup], policy_outputs: Outputs) -> None:
+    def run(self, progress: Progress, groups: Sequence[ScoredGroup], policy_outputs: PolicyOutputs) -> None:
         """Raise RolloutError on every rank if the engine's log-probs differ from the policy's.
 
         Samples short new completions for the prompts of a few `groups`, since their completions may come from older

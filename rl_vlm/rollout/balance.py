@@ -26,14 +26,14 @@ from rl_vlm.types import ScoredGroup, Sharing
 EVEN_ENOUGH = 1.05
 """Groups stay on their ranks if the fullest rank then has at most this many times the tokens of a deal from scratch."""
 
-Cost = Callable[[ScoredGroup], int]
+GroupCost = Callable[[ScoredGroup], int]
 """The tokens that training on a group computes; 0 if it does not contribute to the gradient."""
 
 Costs = Sequence[Sequence[int]]
 """The cost of each group, by rank."""
 
 
-def cost_of_groups(policy: Policy, price: VisionTokens, wanted: Sharing, has_reference: bool) -> Cost:
+def cost_of_groups(policy: Policy, price: VisionTokens, wanted: Sharing, has_reference: bool) -> GroupCost:
     """Return the function that computes a group's cost for this policy. `price` is the cost of a prompt's images."""
     sharing: Sharing = "dense" if why_not_shared(policy.transformer) else wanted
 
@@ -44,7 +44,7 @@ def cost_of_groups(policy: Policy, price: VisionTokens, wanted: Sharing, has_ref
     return cost
 
 
-def balance(window: Window, ranks: Ranks, cost: Cost, builder: Builder) -> Window:
+def balance(window: Window, ranks: Ranks, cost: GroupCost, builder: Builder) -> Window:
     """Exchange groups between ranks, and return the window with the groups that this rank trains on.
 
     All ranks must call this. `builder` makes the prompts of the groups that arrive. If it raises an RLVLMError on one

@@ -32,14 +32,14 @@ from rl_vlm.log.completions import CompletionsLog
 from rl_vlm.log.metrics import ENGINE_WAIT, FAULTED, StepMetrics, add_reward_metrics
 from rl_vlm.reward.suite import RewardSuite
 from rl_vlm.rollout.agreement import AgreementCheck
-from rl_vlm.rollout.balance import Cost, balance
+from rl_vlm.rollout.balance import GroupCost, balance
 from rl_vlm.rollout.engine import SyncedEngine
 from rl_vlm.rollout.environments.driver import Trajectories, generated
 from rl_vlm.rollout.partial import InFlight, PartialRollouts, check_in_flight
 from rl_vlm.rollout.sampling import sampling_params
 from rl_vlm.rollout.scoring import check_faults, replace_rows, score_groups, weighted_rewards, without_variance
 from rl_vlm.rollout.states import Builder
-from rl_vlm.rollout.window import Outputs, Window, WindowSource
+from rl_vlm.rollout.window import PolicyOutputs, Window, WindowSource
 from rl_vlm.stages import AHEAD, Stage
 from rl_vlm.types import Group, Progress, RewardTable, RolloutRequest, ScoredGroup, TrainerState
 
@@ -94,7 +94,7 @@ class Collector(WindowSource):
         engine: SyncedEngine,
         rewards: RewardSuite,
         log: CompletionsLog,
-        cost: Cost,
+        cost: GroupCost,
         trajectories: Trajectories | None = None,
     ) -> None:
         """`trajectories` generates completions of several turns, if the run has tools."""
@@ -119,7 +119,7 @@ class Collector(WindowSource):
         """Return whether to compare the engine with the policy before this step's passes."""
         return self.agreement.is_due(progress)
 
-    def check_engine(self, progress: Progress, groups: Sequence[ScoredGroup], policy_outputs: Outputs) -> None:
+    def check_engine(self, progress: Progress, groups: Sequence[ScoredGroup], policy_outputs: PolicyOutputs) -> None:
         """Raise RolloutError on every rank if the engine's log-probs differ from the policy's."""
         self.agreement.run(progress, groups, policy_outputs)
 

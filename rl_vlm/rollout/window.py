@@ -16,7 +16,7 @@ from rl_vlm.log.metrics import StepMetrics
 from rl_vlm.rollout.states import Builder, group_from_state, group_state, prompt_from_state, prompt_state
 from rl_vlm.types import MicroBatch, PolicyOutput, Progress, ScoredGroup
 
-Outputs = Callable[[Sequence[ScoredGroup]], Iterable[tuple[MicroBatch, PolicyOutput]]]
+PolicyOutputs = Callable[[Sequence[ScoredGroup]], Iterable[tuple[MicroBatch, PolicyOutput]]]
 """Computes the policy's outputs for groups, by micro-batch. All ranks must call it."""
 
 
@@ -123,7 +123,7 @@ class WindowSource:
         """Return whether to compare the engine that generates the windows with the policy, before a step's passes."""
         return False
 
-    def check_engine(self, progress: Progress, groups: Sequence[ScoredGroup], policy_outputs: Outputs) -> None:
+    def check_engine(self, progress: Progress, groups: Sequence[ScoredGroup], policy_outputs: PolicyOutputs) -> None:
         """Raise RolloutError if the engine's log-probs differ from the policy's."""
 
     def sleep_engine(self) -> None:

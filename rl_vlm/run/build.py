@@ -65,7 +65,7 @@ from rl_vlm.rollout.balance import cost_of_groups
 from rl_vlm.rollout.build import builder_for, gathering, training_engine
 from rl_vlm.rollout.collector import Collector
 from rl_vlm.rollout.engine import SyncedEngine
-from rl_vlm.rollout.environments.build import Turns, build_trajectories, checked_turns, load_functions
+from rl_vlm.rollout.environments.build import TurnFormats, build_trajectories, checked_turns, load_functions
 from rl_vlm.rollout.environments.contract import Toolbox
 from rl_vlm.rollout.environments.driver import Trajectories
 from rl_vlm.rollout.scoring import checked_rows, choose_forms
@@ -99,7 +99,7 @@ class Data:
     """The checkpoint that the run starts from."""
     processor: ProcessorMixin
     builder: PromptBuilder
-    turns: Turns | None
+    turns: TurnFormats | None
     """How turns after the first are written, if the run has tools."""
     fingerprints: dict[str, str]
     """Fingerprints of the rows and of the initial checkpoint, on the main process only."""

@@ -100,7 +100,7 @@ def training_outcome(summary: dict[str, Any], output_dir: str) -> str:
     return "\n".join([*lines, *skipped_lines(summary), *faults, *report_lines(directory)])
 
 
-class Summary(dict[str, Any]):
+class RunSummary(dict[str, Any]):
     """The content of `summary.json`. It prints as the closing words of the run, with the table of changes."""
 
     def __repr__(self) -> str:

@@ -24,7 +24,7 @@ from rl_vlm.tools.checks.rank_steps import (
     why_not_taken,
 )
 from rl_vlm.tools.checks.sharding import sharding
-from rl_vlm.tools.checks.table import Cost, Subject
+from rl_vlm.tools.checks.table import CheckCost, Subject
 from tests.helpers.builders import noise_image
 from tests.helpers.tiny_run import HELD_OUT_ROWS, make_config
 from tests.helpers.two_processes import CPU, REPOSITORY
@@ -142,9 +142,9 @@ def test_steps_need_the_model_on_every_machine(tiny_checkpoint, tmp_path):
 @pytest.mark.parametrize(
     ("differ", "accepted", "cost", "reason"),
     [
-        (True, True, Cost.MODEL, "the ranks differ"),
-        (False, False, Cost.MODEL, "the settings have errors"),
-        (False, True, Cost.ROWS, "--no-model is set"),
+        (True, True, CheckCost.MODEL, "the ranks differ"),
+        (False, False, CheckCost.MODEL, "the settings have errors"),
+        (False, True, CheckCost.ROWS, "--no-model is set"),
     ],
 )
 def test_steps_need_ranks_and_settings_without_errors(differ, accepted, cost, reason, tmp_path):

@@ -51,7 +51,7 @@ LENGTH_BYTES = 8
 ERRORS = {kind.__name__: kind for kind in (TooManyPixels, TooLong, MemoryError)}
 """Errors that are raised again as they are. Others are OSErrors if they have a number, else ValueErrors."""
 
-Source = str | bytes
+VideoSource = str | bytes
 """The absolute path of a file, or its bytes."""
 
 
@@ -71,7 +71,7 @@ class Decoders:
         self.free = BoundedSemaphore(self.most)
 
     @contextmanager
-    def open(self, source: Source, max_pixels: int) -> Iterator[DecodedFile]:
+    def open(self, source: VideoSource, max_pixels: int) -> Iterator[DecodedFile]:
         """Open a video in a decoder that does nothing else in the meantime.
 
         Raises ConfigError if PyAV is not installed, and TrainingError if the machine cannot start a decoder.
@@ -108,7 +108,7 @@ class Decoders:
 class DecodedFile(FrameSource):
     """A video file that a decoder reads. It has the header, times and frames of `VideoFile`."""
 
-    def __init__(self, process: IsolatedProcess, source: Source, max_pixels: int, still_seconds: float) -> None:
+    def __init__(self, process: IsolatedProcess, source: VideoSource, max_pixels: int, still_seconds: float) -> None:
         self.process = process
         self.source = source
         self.max_pixels = max_pixels
@@ -191,7 +191,7 @@ class Decoder:
         except Exception as error:  # a damaged file can make a decoder raise anything
             yield packed(description(error))
 
-    def open(self, source: Source, max_pixels: int) -> Iterator[bytes]:
+    def open(self, source: VideoSource, max_pixels: int) -> Iterator[bytes]:
         """Open a file, and send its header."""
         if self.file is not None:
             self.file.file.close()

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Turns:
+class TurnFormats:
     """How turns are written for one model, and the builder of prompts with tools."""
 
     formats: dict[str | None, TurnFormat]
@@ -78,7 +78,7 @@ def check_isolation(rollout: RolloutConfig, keeps_instances: bool) -> None:
         )
 
 
-def choose_turns(config: RunConfig, checkpoint: str, builder: PromptBuilder, toolbox: Toolbox) -> Turns:
+def choose_turns(config: RunConfig, checkpoint: str, builder: PromptBuilder, toolbox: Toolbox) -> TurnFormats:
     """Choose how turns are written for a checkpoint. Raises ConfigError if its chat template cannot write them."""
     rollout = config.rollout
     takes_images = family_of(checkpoint_config(checkpoint, config.model)).first_images_only is None
@@ -99,13 +99,13 @@ def choose_turns(config: RunConfig, checkpoint: str, builder: PromptBuilder, too
             rollout.engine,
         )
     builders = {name: each.builder for name, each in formats.items()}
-    return Turns(formats, builders[None] if None in builders else EnvironmentPrompts(builders))
+    return TurnFormats(formats, builders[None] if None in builders else EnvironmentPrompts(builders))
 
 
 def checked_turns(
     config: RunConfig, checkpoint: str, builder: PromptBuilder, toolbox: Toolbox, rows: Rows, keeps_instances: bool,
     num_at_once: int,
-) -> Turns:  # fmt: skip
+) -> TurnFormats:  # fmt: skip
     """Check the environments of rows and their number, and choose how turns are written.
 
     `keeps_instances` says whether reward functions look at environments, of which `num_at_once` completions are scored
@@ -132,7 +132,7 @@ def check_num_environments(most: int | None, keeps_instances: bool, num_at_once:
 
 
 def build_trajectories(
-    config: RunConfig, toolbox: Toolbox, turns: Turns, keeps_instances: bool, ranks: Ranks
+    config: RunConfig, toolbox: Toolbox, turns: TurnFormats, keeps_instances: bool, ranks: Ranks
 ) -> Trajectories:
     """Build the generator of trajectories. `keeps_instances` says whether reward functions look at environments."""
     rollout = config.rollout

@@ -22,7 +22,7 @@ from rl_vlm.errors import RLVLMError
 from rl_vlm.rollout.vllm.client import ServerLost, VLLMClient
 from rl_vlm.rollout.vllm.process import free_port
 
-Weights = Callable[[], Iterator[tuple[str, Tensor]]]
+GetWeights = Callable[[], Iterator[tuple[str, Tensor]]]
 """Each call starts a new pass over the same weights."""
 
 
@@ -32,10 +32,10 @@ class NCCLSender:
     def __init__(self, client: VLLMClient) -> None:
         self.client = client
         self.engine: Any = None
-        self.weights: Weights = lambda: iter(())
+        self.weights: GetWeights = lambda: iter(())
         self.outcome: Queue[Exception | None] = Queue()
 
-    def send(self, weights: Weights) -> None:
+    def send(self, weights: GetWeights) -> None:
         """Send the weights, and wait until the server has loaded them.
 
         Raises ServerLost if the transfer fails; the connection is then unusable. Raises RolloutError if the server
@@ -75,7 +75,7 @@ class NCCLSender:
         return WeightTransferTrainerFactory.trainer_init(info, client=control, source=source)
 
 
-def source_of(weights: Weights) -> Any:
+def source_of(weights: GetWeights) -> Any:
     """Build vLLM's `WeightSource` of the weights, whose names, types and shapes must not change."""
     from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 

@@ -41,7 +41,7 @@ from rl_vlm.tools.checks.machine import check_disk, gib, old_transformers
 from rl_vlm.tools.checks.pixels import check_pixels
 from rl_vlm.tools.checks.rows import Split, about_row, every_row
 from rl_vlm.tools.checks.settings import high_learning_rate
-from rl_vlm.tools.checks.table import Cost, Subject
+from rl_vlm.tools.checks.table import CheckCost, Subject
 from rl_vlm.tools.checks.videos import video_notes
 from rl_vlm.types import Progress
 
@@ -94,7 +94,7 @@ def why_not_opened(subject: Subject) -> str | None:
         return f"{name} has errors"
     if missing:
         return f"{missing} is not on this machine; download it first"
-    is_unwritten = names_function(name) and subject.cost < Cost.MODEL
+    is_unwritten = names_function(name) and subject.cost < CheckCost.MODEL
     return f"{name} writes the model, and --no-model is set" if is_unwritten else None
 
 
@@ -106,7 +106,7 @@ def size(subject: Subject) -> Checking[bool]:
     weights = count_weights(local_config(subject), found.checkpoint)
     yield from high_learning_rate(subject.config, weights.num)
     yield from check_disk(subject.config, weights, splits.num_steps)
-    reason = too_large(weights) if subject.cost == Cost.MODEL else "--no-model is set"
+    reason = too_large(weights) if subject.cost == CheckCost.MODEL else "--no-model is set"
     if reason is not None:
         yield Note(f"pixels, token budget and two steps: {reason}", is_checked=False)
     return reason is None

@@ -17,7 +17,7 @@ from rl_vlm.tools.checks.machine import existing
 from rl_vlm.tools.checks.ranks import Exchange, compared, end_together
 from rl_vlm.tools.checks.sharding import sharding
 from rl_vlm.tools.checks.smoke import NUM_PROMPTS, REMEDY, error_of_training, proof_lines, short_settings
-from rl_vlm.tools.checks.table import Cost, Subject
+from rl_vlm.tools.checks.table import CheckCost, Subject
 
 
 def steps_on_ranks(subject: Subject) -> Checking[None]:
@@ -29,7 +29,7 @@ def steps_on_ranks(subject: Subject) -> Checking[None]:
         reason = "the ranks differ"
     elif not subject.value(sharding):
         reason = "the settings have errors"
-    elif subject.cost < Cost.MODEL:
+    elif subject.cost < CheckCost.MODEL:
         reason = "--no-model is set"
     else:
         yield from two_steps_on_ranks(subject.config, found.exchange)

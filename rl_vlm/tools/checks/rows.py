@@ -16,7 +16,7 @@ from rl_vlm.config.data_sources import data_sources
 from rl_vlm.config.schema import DataConfig
 from rl_vlm.data.check import RowNote, UsableRows, inspect_row, no_gold, over_rows
 from rl_vlm.data.samples import FindGold, Rows, load_rows
-from rl_vlm.data.tables import Row
+from rl_vlm.data.tables import TableRow
 from rl_vlm.errors import Finding, Severity
 from rl_vlm.reward.function import Reward
 from rl_vlm.tools.checks.diagnosis import DATA, Checking, Note, attempt
@@ -106,7 +106,7 @@ def inspect_rows(rows: Rows, find_gold: FindGold = no_gold) -> Iterator[RowFacts
     return over_rows(rows, range(len(rows)), partial(facts_of, rows, find_gold))
 
 
-def facts_of(rows: Rows, find_gold: FindGold, index: int, row: Row) -> RowFacts:
+def facts_of(rows: Rows, find_gold: FindGold, index: int, row: TableRow) -> RowFacts:
     """Read a row and the headers of its images."""
     note, parsed = inspect_row(rows, find_gold, index, row)
     if parsed is None:

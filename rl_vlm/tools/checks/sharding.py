@@ -7,7 +7,7 @@ import os
 from rl_vlm.distributed.launch_variables import check_evaluation_launch, check_precision, is_launched, read_launch
 from rl_vlm.distributed.setup import setup_problems
 from rl_vlm.tools.checks.diagnosis import Checking, Note, finding_of
-from rl_vlm.tools.checks.table import Cost, Subject
+from rl_vlm.tools.checks.table import CheckCost, Subject
 
 
 def sharding(subject: Subject) -> Checking[bool]:
@@ -21,7 +21,7 @@ def sharding(subject: Subject) -> Checking[bool]:
     row, num_ranks = launch.sharding, int(os.environ.get("WORLD_SIZE", "1"))
     problems = setup_problems(config, row, num_ranks)
     problems.call(check_precision, launch.mixed_precision, config.model.dtype)
-    if subject.cost > Cost.SECONDS:
+    if subject.cost > CheckCost.SECONDS:
         problems.call(launch.check)
     for error in problems.errors:
         yield finding_of(error)

@@ -16,7 +16,7 @@ from rl_vlm.data.check import UsableRows
 from rl_vlm.data.images import image_path
 from rl_vlm.data.layouts import with_media
 from rl_vlm.data.samples import Part
-from rl_vlm.data.tables import IMAGE_COLUMNS, VIDEO_COLUMNS, Row, is_filled
+from rl_vlm.data.tables import IMAGE_COLUMNS, VIDEO_COLUMNS, TableRow, is_filled
 from rl_vlm.data.video.values import absolute_video
 from rl_vlm.errors import DataError, Finding, RLVLMError, Stopped, shorten, text_of
 from rl_vlm.functions import live
@@ -142,7 +142,7 @@ def error_of_training(config: RunConfig) -> str | None:
     return None
 
 
-def few_rows(usable: UsableRows) -> dict[int, Row]:
+def few_rows(usable: UsableRows) -> dict[int, TableRow]:
     """Return the rows with the largest images and longest texts, the first rows, and the first rows of each source.
 
     The keys are indices of rows. Every row has all columns of the data, and an id that is unique over all sources.
@@ -158,7 +158,7 @@ def few_rows(usable: UsableRows) -> dict[int, Row]:
     }
 
 
-def with_absolute_paths(row: Row, part: Part) -> Row:
+def with_absolute_paths(row: TableRow, part: Part) -> TableRow:
     """Return the row with absolute paths of its images and videos."""
 
     def absolute(value: Any) -> Any:

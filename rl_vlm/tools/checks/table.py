@@ -21,11 +21,11 @@ from rl_vlm.evaluation.options import NO_OPTIONS, EvaluationOptions
 from rl_vlm.tools.checks.diagnosis import DATA, MODEL, SETTING, Checking, Diagnosis, Note, attempt, collect
 
 T = TypeVar("T")
-Kind = Literal["train", "eval", "serve", "ranks"]
+Purpose = Literal["train", "eval", "serve", "ranks"]
 """Kinds of runs. "ranks" are the processes of a launch, which run their checks together."""
 
 
-class Cost(IntEnum):
+class CheckCost(IntEnum):
     """Costs of checks, in ascending order."""
 
     SECONDS = 0
@@ -38,8 +38,8 @@ class Subject:
     """A run to check, how deeply to check it, and the values that its checks have returned."""
 
     config: RunConfig
-    kind: Kind = "train"
-    cost: Cost = Cost.SECONDS
+    kind: Purpose = "train"
+    cost: CheckCost = CheckCost.SECONDS
     decode: bool = False
     """Whether to compare images by their pixels."""
     checkpoints: Sequence[str] = ()
@@ -62,7 +62,7 @@ class Subject:
 
     def left_out(self, what: str) -> Checking[None]:
         """Note that something is not checked, unless checks of a higher cost follow. They say so themselves."""
-        if self.cost == Cost.SECONDS:
+        if self.cost == CheckCost.SECONDS:
             yield Note(what, is_checked=False)
 
     @property
@@ -82,45 +82,45 @@ class Check(NamedTuple):
     """A check: a generator function of a `Subject` in a module of this package."""
 
     function: str
-    cost: Cost = Cost.SECONDS
-    kinds: tuple[Kind, ...] = ("train",)
+    cost: CheckCost = CheckCost.SECONDS
+    kinds: tuple[Purpose, ...] = ("train",)
     problem: Problem = SETTING
-    until: Cost = Cost.MODEL
+    until: CheckCost = CheckCost.MODEL
     """The highest cost at which the check is selected. Above it, another check covers the same."""
 
 
 CHECKS = (
     Check("settings:needed_settings", kinds=("train", "eval")),
     Check("settings:batches"),
-    Check("ranks:compared", Cost.ROWS, kinds=("ranks",)),
+    Check("ranks:compared", CheckCost.ROWS, kinds=("ranks",)),
     Check("sharding:sharding", kinds=("train", "eval", "ranks")),
     Check("settings:sampling_temperature"),
     Check("settings:rewards", kinds=("train", "eval")),
     Check("environments:toolbox", kinds=("train", "eval")),
     Check("settings:token_loss"),
-    Check("first_rows:first_rows", kinds=("train", "eval"), until=Cost.SECONDS),
+    Check("first_rows:first_rows", kinds=("train", "eval"), until=CheckCost.SECONDS),
     Check("evaluation:evaluation_options", kinds=("eval",)),
     Check("files:output_directory", kinds=("train", "eval")),
     Check("settings:packages", kinds=("train", "eval", "serve")),
     Check("files:model_files", kinds=("train", "eval", "serve")),
-    Check("machine:machine", Cost.ROWS),
-    Check("rows:every_row", Cost.ROWS, problem=DATA),
-    Check("duplicates:duplicates", Cost.ROWS, problem=DATA),
-    Check("model:prompts", Cost.ROWS, problem=MODEL),
-    Check("golds:golds", Cost.ROWS, problem=DATA),
-    Check("resets:resets", Cost.ROWS),
-    Check("model:size", Cost.ROWS, problem=MODEL),
-    Check("model:loaded_model", Cost.MODEL, problem=MODEL),
-    Check("smoke:two_steps", Cost.MODEL, problem=MODEL),
-    Check("rank_steps:steps_on_ranks", Cost.ROWS, kinds=("ranks",), problem=MODEL),
+    Check("machine:machine", CheckCost.ROWS),
+    Check("rows:every_row", CheckCost.ROWS, problem=DATA),
+    Check("duplicates:duplicates", CheckCost.ROWS, problem=DATA),
+    Check("model:prompts", CheckCost.ROWS, problem=MODEL),
+    Check("golds:golds", CheckCost.ROWS, problem=DATA),
+    Check("resets:resets", CheckCost.ROWS),
+    Check("model:size", CheckCost.ROWS, problem=MODEL),
+    Check("model:loaded_model", CheckCost.MODEL, problem=MODEL),
+    Check("smoke:two_steps", CheckCost.MODEL, problem=MODEL),
+    Check("rank_steps:steps_on_ranks", CheckCost.ROWS, kinds=("ranks",), problem=MODEL),
 )
 
 
-def examine(config: RunConfig, with_model: bool = True, decode: bool = False, kind: Kind = "train") -> Diagnosis:
+def examine(config: RunConfig, with_model: bool = True, decode: bool = False, kind: Purpose = "train") -> Diagnosis:
     """Run the checks of the doctor. With `with_model`, load the model and take two steps.
 
     With `decode`, compare images by their pixels. Write nothing to `output_dir`, except two steps of all ranks.
     """
-    cost = Cost.MODEL if with_model else Cost.ROWS
+    cost = CheckCost.MODEL if with_model else CheckCost.ROWS
     with TemporaryDirectory(prefix="rl-vlm-doctor-") as folder:
         return collect(Subject(config, kind, cost, decode=decode, folder=folder).run_checks())

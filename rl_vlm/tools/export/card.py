@@ -18,7 +18,7 @@ from rl_vlm.rollout.weights import why_not_in_vllm
 from rl_vlm.tools.export.source import Source
 from rl_vlm.tools.report.verdict import Fact, verdict_of
 
-Form = Literal["model", "adapter", "merged"]
+ExportForm = Literal["model", "adapter", "merged"]
 """All weights of the model, only the adapter, or the base model with the adapter merged into it."""
 
 TEMPLATE = "card.md.jinja"
@@ -39,7 +39,7 @@ class Export:
     """A checkpoint and the form of its export."""
 
     source: Source
-    form: Form
+    form: ExportForm
     dtype: str
     """Type of a model's weights. An adapter's weights are float32."""
     name: str

@@ -30,7 +30,7 @@ from rl_vlm.model.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_json
 from rl_vlm.model.loading import load_adapter, load_transformer
 from rl_vlm.model.lora import adapts_tied_weight, untie_head
 from rl_vlm.model.quantization import refuse_quantized
-from rl_vlm.tools.export.card import Export, Form, model_card
+from rl_vlm.tools.export.card import Export, ExportForm, model_card
 from rl_vlm.tools.export.source import Source, find_source
 
 MARK = "export.json"
@@ -64,7 +64,7 @@ def export(path: Path, merge: bool = False, to: Path | None = None, dtype: str |
     return exported, directory
 
 
-def form_of(source: Source, merge: bool, dtype: str | None) -> Form:
+def form_of(source: Source, merge: bool, dtype: str | None) -> ExportForm:
     """Return the form of the export. Raises ConfigError for an option that has no effect on this checkpoint."""
     if merge and not source.is_adapter:
         raise ConfigError(f"--merge: {source.checkpoint} is not an adapter and has all weights already; leave it out")

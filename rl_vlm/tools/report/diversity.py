@@ -10,7 +10,7 @@ import numpy as np
 
 from rl_vlm.evaluation.figures import pass_at
 from rl_vlm.log.completions import distinct_answers, values_of, windows_of
-from rl_vlm.tools.report.read import Row, RunResults
+from rl_vlm.tools.report.read import LoggedRow, RunResults
 
 MOST_LISTED = 60
 """Largest number of prompts that are listed by id."""
@@ -68,7 +68,7 @@ def diversity_of(run: RunResults, function: str) -> Diversity:
     )
 
 
-def ends_of(run: RunResults) -> dict[str, list[list[Row]]]:
+def ends_of(run: RunResults) -> dict[str, list[list[LoggedRow]]]:
     """Return the groups of the first and the last tenth of the windows of a run, or all groups of an evaluation."""
     windows = list(run.windows.values())
     if len(windows) < 2:
@@ -78,7 +78,7 @@ def ends_of(run: RunResults) -> dict[str, list[list[Row]]]:
     return {label: [group for window in part for group in window] for label, part in parts.items()}
 
 
-def pass_rates(groups: Sequence[Sequence[Row]], function: str, solved_from: float) -> dict[int, float]:
+def pass_rates(groups: Sequence[Sequence[LoggedRow]], function: str, solved_from: float) -> dict[int, float]:
     """Compute pass@k over groups for k = 1, 2, 4, … up to the size of the largest group."""
     scores = {str(i): values_of(group, function) for i, group in enumerate(groups)}
     return pass_at({i: values for i, values in scores.items() if values}, max(map(len, groups)), solved_from)
@@ -90,7 +90,7 @@ def recorded_pass_rates(summary: Mapping[str, Any], function: str) -> dict[int, 
     return {int(name.removeprefix(prefix)): value for name, value in summary.items() if name.startswith(prefix)}
 
 
-def scores_by_prompt(rows: Sequence[Row], function: str) -> dict[str, list[float]]:
+def scores_by_prompt(rows: Sequence[LoggedRow], function: str) -> dict[str, list[float]]:
     """Return the scores of each prompt in all its groups."""
     scores: dict[str, list[float]] = {}
     for row in rows:

@@ -16,7 +16,7 @@ from rl_vlm.log.files import METRICS
 from rl_vlm.log.metrics import MetricsLog, function_name, is_score
 from rl_vlm.log.starts import STARTS, read_starts
 
-Row = dict[str, Any]
+LoggedRow = dict[str, Any]
 T = TypeVar("T")
 
 MOST_ROWS = 50_000
@@ -36,11 +36,11 @@ class RunResults:
     kind: Literal["training", "evaluation"]
     lines: list[dict[str, Any]] = field(default_factory=list)
     """Lines of `metrics.jsonl`. An evaluation has none."""
-    rows: list[Row] = field(default_factory=list)
+    rows: list[LoggedRow] = field(default_factory=list)
     """A dict per completion that was read, in order of the steps."""
     num_rows: int = 0
     """Completions in all of their files."""
-    held_out: list[Row] = field(default_factory=list)
+    held_out: list[LoggedRow] = field(default_factory=list)
     """A dict per completion that was read from the evaluations within a training run, in order of the steps."""
     num_held_out: int = 0
     names: list[str] = field(default_factory=list)
@@ -56,7 +56,7 @@ class RunResults:
     """Files that could not be read."""
 
     @property
-    def windows(self) -> dict[int, list[list[Row]]]:
+    def windows(self) -> dict[int, list[list[LoggedRow]]]:
         """Return the groups of a training run by step; an evaluation has none."""
         return windows_of(self.rows) if self.kind == "training" else {}
 
@@ -222,7 +222,7 @@ def readable(read: Callable[[Path], T], path: Path, instead: T, notes: list[str]
         return instead
 
 
-def read_windows(paths: Sequence[Path], most: int, notes: list[str]) -> tuple[list[Row], int]:
+def read_windows(paths: Sequence[Path], most: int, notes: list[str]) -> tuple[list[LoggedRow], int]:
     """Return the rows of completions files, and the number of rows in all of them.
 
     If there are more than `most` rows or `MOST_BYTES`, read every n-th file and the last one. If there is a single
@@ -240,7 +240,7 @@ def read_windows(paths: Sequence[Path], most: int, notes: list[str]) -> tuple[li
     return rows, num_rows
 
 
-def read_groups(path: Path, every: int) -> Iterator[Row]:
+def read_groups(path: Path, every: int) -> Iterator[LoggedRow]:
     """Yield the rows of each `every`-th group of a completions file."""
     from pyarrow.parquet import ParquetFile
 
@@ -253,7 +253,7 @@ def read_groups(path: Path, every: int) -> Iterator[Row]:
                 yield row
 
 
-def function_names(rows: Sequence[Row]) -> list[str]:
+def function_names(rows: Sequence[LoggedRow]) -> list[str]:
     """Return the reward functions in the first and the last row."""
     return list(dict.fromkeys(name for row in (*rows[:1], *rows[-1:]) for name in function_columns(list(row))))
 

@@ -20,7 +20,7 @@ from rl_vlm.log.images import LONG_SIDE, QUALITY, copy_size, small_copy
 from rl_vlm.reward.intervals import Interval, Intervals
 from rl_vlm.reward.regions import Regions
 from rl_vlm.stages import COLUMN_PREFIX, is_column
-from rl_vlm.tools.report.read import Row, RunResults
+from rl_vlm.tools.report.read import LoggedRow, RunResults
 from rl_vlm.tools.report.turns import GroupTurns
 
 MOST_ROLLOUTS = 10_000
@@ -53,7 +53,7 @@ THOUGHT = re.compile(
 )
 """Thinking: text between the tags, or before the closing tag if the prompt has the opening tag."""
 
-Group = Sequence[Row]
+LoggedGroup = Sequence[LoggedRow]
 T = TypeVar("T")
 
 
@@ -150,7 +150,7 @@ def browser_data(runs: Sequence[RunResults], most: int = MOST_ROLLOUTS) -> dict[
 class Shown:
     """A group on the page."""
 
-    group: Group
+    group: LoggedGroup
     number: int
     """Index of its run."""
     is_held_out: bool
@@ -177,7 +177,7 @@ def shown_groups(number: int, run: RunResults, most_rows: int) -> list[Shown]:
     held_out = choose_groups(run.held_out, most_rows // HELD_OUT_SHARE)
     others = choose_groups(run.rows, most_rows - sum(map(len, held_out)))
 
-    def show(group: Group, is_held_out: bool) -> Shown:
+    def show(group: LoggedGroup, is_held_out: bool) -> Shown:
         logged = [logged_on(row, run) for row in group]
         return Shown(group, number, is_held_out, data_of(group[0]), logged, GroupTurns(group))
 
@@ -213,7 +213,7 @@ class AllRegions:
         reader = self.readers[one.number]
         return describe_regions(reader.gold(one.group[0])[:MOST_REGIONS]) if reader else []
 
-    def of_row(self, row: Row) -> list[dict[str, Any]]:
+    def of_row(self, row: LoggedRow) -> list[dict[str, Any]]:
         """Describe the regions of a completion."""
         return describe_regions(self.predicted.get(id(row), [])[: self.most])
 
@@ -222,7 +222,7 @@ class AllRegions:
         reader = self.interval_readers[one.number]
         return describe_intervals(reader.gold(one.group[0])) if reader else []
 
-    def intervals_of(self, row: Row) -> list[list[float]]:
+    def intervals_of(self, row: LoggedRow) -> list[list[float]]:
         """Describe the intervals of a completion."""
         return describe_intervals(self.intervals.get(id(row), []))
 
@@ -238,7 +238,7 @@ def spread_out(values: Sequence[T]) -> list[T]:
     return [values[i] for i in order]
 
 
-def choose_groups(rows: Sequence[Row], most_rows: int) -> list[Group]:
+def choose_groups(rows: Sequence[LoggedRow], most_rows: int) -> list[LoggedGroup]:
     """Choose equally many groups from each window or evaluation. If there are too many, take every n-th and the last.
 
     Groups with kept images come first, then others in order of a hash of their ids. So a prompt that is shown once is
@@ -254,7 +254,7 @@ def choose_groups(rows: Sequence[Row], most_rows: int) -> list[Group]:
     return [group for groups in windows for group in groups[:each]]
 
 
-def rank(group: Group) -> tuple[bool, str]:
+def rank(group: LoggedGroup) -> tuple[bool, str]:
     """Return a sort key of groups. Groups with images come first."""
     return not kept_files(group[0]), hashlib.sha256(group[0]["sample_id"].encode()).hexdigest()
 
@@ -281,12 +281,12 @@ def fill_images(images: Images, runs: Sequence[RunResults], shown: Sequence[Show
             images.add(runs[one.number].image_folder / path, runs[one.number].root)
 
 
-def start_images(row: Row, run: RunResults, images: Images) -> list[int | None]:
+def start_images(row: LoggedRow, run: RunResults, images: Images) -> list[int | None]:
     """Return the numbers of the images of a row's prompt."""
     return [images.add(run.image_folder / name, run.root) for name in row.get("images") or []]
 
 
-def describe_videos(row: Row, run: RunResults, images: Images) -> list[dict[str, Any]]:
+def describe_videos(row: LoggedRow, run: RunResults, images: Images) -> list[dict[str, Any]]:
     """Describe the videos of a row's prompt: the number of its strip on the page, if it is kept, and its seconds.
 
     The part of the file between `from` and `to` has the frames of the prompt.
@@ -373,7 +373,7 @@ def described_text(text: str, limit: int) -> dict[str, Any]:
     return {"before": before, "thought": cut(inner, left), "thoughtLength": len(inner), "text": after}
 
 
-def data_of(row: Row) -> dict[str, str]:
+def data_of(row: LoggedRow) -> dict[str, str]:
     """Return the columns of the data in a row, as text."""
     return {
         name.removeprefix(COLUMN_PREFIX): cut(str(value), LONGEST_CELL)
@@ -382,7 +382,7 @@ def data_of(row: Row) -> dict[str, str]:
     }
 
 
-def logged_on(row: Row, run: RunResults) -> dict[str, str]:
+def logged_on(row: LoggedRow, run: RunResults) -> dict[str, str]:
     """Return the values that reward functions logged on a completion, as text."""
     return {
         name: cut(str(value), LONGEST_CELL)

@@ -12,7 +12,7 @@ from typing import Any
 from rl_vlm.log.completions import values_of
 from rl_vlm.log.metrics import is_number
 from rl_vlm.log.trajectories import turns_of
-from rl_vlm.tools.report.read import Row, RunResults
+from rl_vlm.tools.report.read import LoggedRow, RunResults
 
 AddImage = Callable[[str], int | None]
 """Adds an image to the page, and returns its number there."""
@@ -64,7 +64,7 @@ class ShownTurn:
 class GroupTurns:
     """The turns of a group of completions. Damaged ones are left out, since the file may come from someone else."""
 
-    def __init__(self, group: Sequence[Row]) -> None:
+    def __init__(self, group: Sequence[LoggedRow]) -> None:
         self.starts = [(row["prompt"], row.get("images")) for row in group]
         self.turns = [shown_turns(row) for row in group]
         results = [result for turns in self.turns for turn in turns for result in turn.results]
@@ -118,7 +118,7 @@ def num_equal(turns: Sequence[ShownTurn], others: Sequence[ShownTurn]) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0].seen == pair[1].seen, zip(turns, others, strict=False)))
 
 
-def shown_turns(row: Row) -> list[ShownTurn]:
+def shown_turns(row: LoggedRow) -> list[ShownTurn]:
     """Return the turns of a row, or none if they are damaged."""
     try:
         return [
@@ -146,14 +146,14 @@ class OfLength:
 
 def reward_by_turns(run: RunResults) -> list[OfLength]:
     """Return the mean reward by number of turns, in training."""
-    by_number: dict[int, list[Row]] = defaultdict(list)
+    by_number: dict[int, list[LoggedRow]] = defaultdict(list)
     for row in run.rows:
         if row.get("num_turns") is not None:
             by_number[row["num_turns"]].append(row)
     return [of_length(number, rows) for number, rows in sorted(by_number.items())]
 
 
-def of_length(num_turns: int, rows: Sequence[Row]) -> OfLength:
+def of_length(num_turns: int, rows: Sequence[LoggedRow]) -> OfLength:
     """Summarize rows of equally many turns."""
     rewards = values_of(rows, "reward")
     return OfLength(num_turns, len(rows), fmean(rewards) if rewards else None)

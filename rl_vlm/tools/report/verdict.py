@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rl_vlm.log.changes import Change, Split, digits_of, interval, text_of
+from rl_vlm.log.changes import Change, ScoreSplit, digits_of, interval, text_of
 from rl_vlm.log.metrics import function_name, is_score, named_with, reward_faults, seconds_of, totals
 from rl_vlm.reward.suite import NOT_APPLICABLE
 from rl_vlm.run.evidence import read_evidence
@@ -52,7 +52,7 @@ class Moved:
     """A change as text. An evaluation has no value before."""
 
     name: str
-    split: Split | None
+    split: ScoreSplit | None
     before: str | None
     after: str
     interval: str = ""

@@ -77,7 +77,7 @@ class ImagePart(Strict):
     image_url: ImageURL
 
 
-Part = Annotated[TextPart | ImagePart, Field(discriminator="type")]
+RequestPart = Annotated[TextPart | ImagePart, Field(discriminator="type")]
 
 
 def _as_parts(value: Any) -> Any:
@@ -86,7 +86,7 @@ def _as_parts(value: Any) -> Any:
 
 class ChatMessage(Strict):
     role: Literal["system", "user", "assistant"]
-    content: Annotated[list[Part], BeforeValidator(_as_parts)]
+    content: Annotated[list[RequestPart], BeforeValidator(_as_parts)]
 
 
 class StreamOptions(Strict):

@@ -195,7 +195,7 @@ def test_the_size_of_a_generation_batch_counts_all_processes(monkeypatch):
     [
         ("generation_batch_size", 20, {}, r"multiple of `per_device_train_batch_size` 8 × 1 processes; or give `steps"),
         ("generation_batch_size", 16, {"steps_per_generation": 2}, "keep that alone"),
-        ("generation_batch_size", 16, {"prompts_per_step": 2}, "give `steps_per_generation` beside"),
+        ("generation_batch_size", 16, {"prompts_per_step": 2}, "with `prompts_per_step`, give `steps_per_generation`"),
         ("model_init_kwargs", {"max_memory": 1}, {}, "`model.dtype`, `model.attn_implementation`"),
         ("data_file_paths", "a.jsonl:b.jsonl", {"image_folders": "x"}, "should have as many paths"),
         ("image_folders", "x:y", {"data_file_paths": "a.jsonl"}, "should have as many paths"),

@@ -3,7 +3,7 @@
 from typing import Any
 
 from rl_vlm.log.changes import Change
-from rl_vlm.run.outcome import Summary, training_outcome
+from rl_vlm.run.outcome import RunSummary, training_outcome
 from rl_vlm.run.verdict import Outcome, Verdict
 
 RUN: dict[str, Any] = {
@@ -36,14 +36,14 @@ def test_the_verdict_the_changes_and_the_files():
 
 
 def test_a_summary_is_a_dict_that_prints_as_the_closing_words():
-    summary = Summary(RUN)
+    summary = RunSummary(RUN)
     assert summary == RUN and summary["optimizer_steps"] == 30
     assert f"{summary}".splitlines()[:3] == [
         "Verdict: learned. The held-out reward rose from 0.25 to 0.75 (95% interval of the change: +0.40 to +0.60).",
         "                             start  end   95% interval of the change",
         "held-out reward              0.25   0.75  +0.40 to +0.60",
     ]
-    assert repr(Summary(optimizer_steps=3)) == "{'optimizer_steps': 3}"
+    assert repr(RunSummary(optimizer_steps=3)) == "{'optimizer_steps': 3}"
 
 
 def test_faults_and_skipped_updates():

@@ -9,7 +9,7 @@ from rl_vlm.config.schema import RunConfig
 from rl_vlm.data.prompts import PromptBuilder
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.errors import ConfigError, RewardError
-from rl_vlm.rollout.environments.build import Turns, build_trajectories, load_functions
+from rl_vlm.rollout.environments.build import TurnFormats, build_trajectories, load_functions
 from rl_vlm.rollout.environments.contract import Toolbox
 from tests.helpers.threaded_ranks import on_ranks
 
@@ -78,7 +78,7 @@ def test_ranks_that_share_a_model_advance_together(ranks_per_model: int, expecte
     config = RunConfig.model_validate(config_of([], engine="vllm").model_dump() | {"vllm": vllm})
 
     def goes_on(ranks: Ranks) -> bool:
-        trajectories = build_trajectories(config, Toolbox(), Turns({}, Mock(spec=PromptBuilder)), False, ranks)
+        trajectories = build_trajectories(config, Toolbox(), TurnFormats({}, Mock(spec=PromptBuilder)), False, ranks)
         return trajectories.goes_on(has_work=ranks.is_main)
 
     assert on_ranks(2, goes_on) == expected

@@ -12,7 +12,7 @@ from rl_vlm.errors import ConfigError, DataError, Finding, Problem, Stopped
 from rl_vlm.tools.checks import table
 from rl_vlm.tools.checks.diagnosis import DATA, Checking, Note, attempt, attempt_call, calling, collect
 from rl_vlm.tools.checks.rows import read_split
-from rl_vlm.tools.checks.table import CHECKS, Check, Cost, Kind, Subject
+from rl_vlm.tools.checks.table import CHECKS, Check, CheckCost, Purpose, Subject
 from tests.helpers.tiny_run import make_config
 
 
@@ -52,16 +52,16 @@ ROWS = ["machine", "every_row", "duplicates", "prompts", "golds", "resets", "siz
 @pytest.mark.parametrize(
     ("kind", "cost", "names"),
     [
-        ("train", Cost.SECONDS, [*SECONDS, "first_rows", *AROUND]),
-        ("train", Cost.ROWS, [*SECONDS, *AROUND, *ROWS]),
-        ("train", Cost.MODEL, [*SECONDS, *AROUND, *ROWS, "loaded_model", "two_steps"]),
-        ("ranks", Cost.ROWS, ["compared", "sharding", "steps_on_ranks"]),
-        ("eval", Cost.SECONDS, [*OF_EVALUATION, "first_rows", "evaluation_options", *AROUND]),
-        ("serve", Cost.SECONDS, ["packages", "model_files"]),
+        ("train", CheckCost.SECONDS, [*SECONDS, "first_rows", *AROUND]),
+        ("train", CheckCost.ROWS, [*SECONDS, *AROUND, *ROWS]),
+        ("train", CheckCost.MODEL, [*SECONDS, *AROUND, *ROWS, "loaded_model", "two_steps"]),
+        ("ranks", CheckCost.ROWS, ["compared", "sharding", "steps_on_ranks"]),
+        ("eval", CheckCost.SECONDS, [*OF_EVALUATION, "first_rows", "evaluation_options", *AROUND]),
+        ("serve", CheckCost.SECONDS, ["packages", "model_files"]),
     ],
 )
 def test_a_command_selects_checks_by_cost_and_kind_of_run(
-    kind: Kind, cost: Cost, names: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: Purpose, cost: CheckCost, names: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     assert names_run(Subject(make_config("m", tmp_path), kind, cost), monkeypatch) == names
 
@@ -79,7 +79,7 @@ def test_an_error_is_a_finding_and_values_are_passed_on(tmp_path: Path, monkeypa
     found = collect(Subject(make_config("m", tmp_path)).run_checks())
     assert found.findings == [Finding("info", "k", "w"), Finding("error", "kind", "no", "Mend it.")]
     assert (found.checked, found.not_checked) == (["a part", "7 and None"], ["the rest"])
-    deeper = collect(Subject(make_config("m", tmp_path), cost=Cost.ROWS).run_checks())
+    deeper = collect(Subject(make_config("m", tmp_path), cost=CheckCost.ROWS).run_checks())
     assert deeper.not_checked == []  # checks of a higher cost say so themselves
 
 
