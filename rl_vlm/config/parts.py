@@ -1,9 +1,11 @@
-"""Names for parts of a model that settings accept in every family."""
+"""Names for parts of a model that settings accept in every family, and what an adapter does to its base."""
 
 from __future__ import annotations
 
 PARTS = ("lm_head", "language_model", "projector", "vision_tower")
 """Parts that `trainable_modules` and `lora_target_modules` accept in addition to names of modules."""
+CHANGING_THE_BASE = ("pissa", "olora")
+"""Values of `init_lora_weights` that are computed from the base weights, and change them."""
 
 
 def as_names(modules: list[str] | str) -> list[str] | str:

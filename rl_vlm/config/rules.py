@@ -32,7 +32,7 @@ from rl_vlm.config.data_sources import (
 from rl_vlm.config.engines import ENGINES, READ_BY_STARTED_SERVERS, VLLM_SETTINGS, Engine, engines_where
 from rl_vlm.config.function_names import is_live_name, label_of_live
 from rl_vlm.config.function_source import read_source
-from rl_vlm.config.parts import named_parts
+from rl_vlm.config.parts import CHANGING_THE_BASE, named_parts
 from rl_vlm.config.sections import Sections
 from rl_vlm.stages import TAKEN_NAME, is_taken
 
@@ -171,7 +171,7 @@ def has_no_reward(run: Sections) -> bool:
 
 def changes_base(run: Sections) -> bool:
     """Return whether the initialisation of the adapter changes the base weights."""
-    return run.model.init_lora_weights in ("pissa", "olora")
+    return run.model.init_lora_weights in CHANGING_THE_BASE
 
 
 def named(holds: Callable[[Engine], bool]) -> str:

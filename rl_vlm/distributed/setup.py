@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rl_vlm.config.batches import batch_sizes
+from rl_vlm.config.parts import CHANGING_THE_BASE
 from rl_vlm.config.schema import ModelConfig, RunConfig
 from rl_vlm.distributed.shardings import Sharding
 from rl_vlm.errors import ConfigError, LaunchError, Problems
@@ -12,8 +13,6 @@ WHOLE_WEIGHTS = {
     "adafactor": "its moments are those of the rows and columns of whole matrices",
 }
 """Optimizers that need whole weights, with the reason."""
-NEEDS_WEIGHTS = ("pissa", "olora")
-"""Adapter initialisations that are computed from the base weights, and change them."""
 UNSHARDED_WEIGHTS = "train with ddp or zero2"
 """Advice for runs whose weights cannot be sharded."""
 
@@ -63,7 +62,7 @@ def refuse_quantization(config: ModelConfig, sharding: Sharding) -> None:
 
 def refuse_initialisation(config: ModelConfig, sharding: Sharding) -> None:
     """Raise ConfigError if a new adapter is initialised from base weights, which most ranks do not load."""
-    if sharding.shards_weights and config.use_peft and config.init_lora_weights in NEEDS_WEIGHTS:
+    if sharding.shards_weights and config.use_peft and config.init_lora_weights in CHANGING_THE_BASE:
         raise ConfigError(
             f"model.init_lora_weights: {config.init_lora_weights} is computed from the base weights, but with "
             f"{sharding.name} only one process loads them: use true, gaussian or orthogonal, or {UNSHARDED_WEIGHTS}"

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rl_vlm.config.parts import CHANGING_THE_BASE
 from rl_vlm.distributed.shards import is_shard, whole, whole_copy
 from rl_vlm.errors import ConfigError
 from rl_vlm.model.blocks import as_in_checkpoints, by_block, untied
@@ -161,7 +162,7 @@ def why_not_an_adapter(adapter: Any, trained: Iterable[str], vision_prefixes: tu
         return f"it holds fully trained modules ({', '.join(adapter.modules_to_save)})"
     if adapter.bias != "none":
         return f"it trains biases (bias: {adapter.bias})"
-    if adapter.init_lora_weights in ("pissa", "olora"):
+    if adapter.init_lora_weights in CHANGING_THE_BASE:
         return f"its initialisation ({adapter.init_lora_weights}) has changed the base weights"
     on_vision = [name for name in trained if name.startswith(vision_prefixes)]
     if on_vision:
