@@ -60,7 +60,7 @@ def bad_videos(folder: Path) -> dict[str, tuple[Any, str]]:
         "URL": ("http://a/b.mp4", "URLs are not fetched"), "another protocol": ("concat:good.mp4", "No such file"),
         "missing": ("none.mp4", "No such file"), "number": (7, "found a int, expected a path"),
         "frames of unequal sizes": (["upright.png", "turned.png"], "frame 1 has 6 × 8 pixels, and the first has 8 × 6"),
-        "part outside": ({"video": "good.mp4", "video_start": 3.0}, "do not select a part of the video, which has 2 s"),
+        "part outside": ({"video": "good.mp4", "video_start": 3.0}, "video, which has 2 s"),
     }  # fmt: skip
 
 

@@ -116,7 +116,7 @@ def test_a_column_tells_the_rate_of_given_frames():
         ({"nframes": 8}, "nframes .* set data.num_frames"),
         ({"max_pixels": 99}, "max_pixels .* set data.video_max_pixels"),
         ({"video_start": "2"}, "video_start of the video is '2', expected a number"),
-        ({"video_end": 9.0}, "do not select a part of the video, which has 2 seconds"),
+        ({"video_end": 9.0}, "which has 2 seconds"),
         ({"video_start": [0, 1]}, "row 1: column video_start has 2 values, and the row has 1 videos"),
         ({"video": {"video": "a.mp4", "video_start": 0.1}, "video_start": 0.2}, "video_start of the video is given"),
     ],
