@@ -175,6 +175,10 @@ class Reward:
         )
         return form
 
+    def use_form(self, form: CompletionForm | None) -> None:
+        """Pass completions and prompts in this form from now on. None leaves every row in its own form."""
+        self.form = form
+
     def probe(self, example: Sample, form: CompletionForm) -> Fault | None:
         """Call the function on two made-up completions in this form. Return the fault, or None."""
         group = made_up_group(example, [made_up_completion(example.columns)] * 2)

@@ -111,7 +111,7 @@ class RewardSuite:
     def use_forms(self, forms: Sequence[CompletionForm | None]) -> None:
         """Set the form of completions and prompts for each function."""
         for reward, form in zip(self._rewards, forms, strict=True):
-            reward.form = form
+            reward.use_form(form)
 
     def score(self, groups: Sequence[Group], state: TrainerState) -> RewardTable:
         """Call every function on all completions. Async functions and functions with a timeout run concurrently.

@@ -121,7 +121,7 @@ def gold_lengths(split: Split, functions: Sequence[Reward], tokenizer: Any, limi
 
 def scores_of_rows(rows: Rows, used: Sequence[int], reward: Reward, columns: Sequence[str]) -> list[GoldScore]:
     """Score the gold answer of each row. Read images and videos only for functions that read them."""
-    reward.form = reward.find_form(example_of(rows, used[0], reward))
+    reward.use_form(reward.find_form(example_of(rows, used[0], reward)))
     probed = [example_of(rows, row, reward) for row in spread_over(used, PROBED)]
     reading = find_reading(reward, probed, columns, rows.columns)
     scores = []

@@ -257,7 +257,7 @@ def made_up_scores(reward: Reward, usable: UsableRows, rows: Sequence[int]) -> l
     if why_not_scored(reward, columns) is not None:
         return []
     samples = [usable.rows[row] for row in rows]
-    reward.form = reward.find_form(samples[0])
+    reward.use_form(reward.find_form(samples[0]))
     found = []
     with random_states_kept(), chdir("."):
         for sample in samples:
