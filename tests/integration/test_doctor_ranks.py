@@ -109,7 +109,7 @@ def test_everything_in_which_a_machine_differs_is_named(tiny_checkpoint, tmp_pat
         "rows.jsonl",
     ]
     assert "missing instead of" in what[4]
-    assert what[6:] == ["what rank 0 writes to train.output_dir is not there"]
+    assert what[6:] == ["it does not see the files that rank 0 writes to train.output_dir"]
     assert all(finding["what"].startswith("rank 1 (") for finding in found["findings"])
     assert found["not_checked"] == ["two steps of the run on all ranks: the ranks differ"]
 
