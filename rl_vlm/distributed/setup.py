@@ -22,9 +22,15 @@ def setup_problems(config: RunConfig, sharding: Sharding, num_ranks: int) -> Pro
 
     Packages need not be installed.
     """
-    problems = Problems()
+    problems = sharding_problems(config, sharding)
     problems.call(batch_sizes, config, num_ranks)
     problems.call(refuse_divided_engine, config, num_ranks)
+    return problems
+
+
+def sharding_problems(config: RunConfig, sharding: Sharding) -> Problems:
+    """Collect the errors of a run's settings with this sharding, whatever the number of ranks."""
+    problems = Problems()
     problems.call(refuse_shards, config.train.optim, sharding)
     problems.call(refuse_quantization, config.model, sharding)
     problems.call(refuse_initialisation, config.model, sharding)

@@ -14,7 +14,7 @@ from rl_vlm.distributed.gradients import clip_and_update, reserve_update
 from rl_vlm.distributed.launch_variables import check_precision
 from rl_vlm.distributed.optim import load_optimizer_state, optimizer_state
 from rl_vlm.distributed.ranks import Ranks
-from rl_vlm.distributed.setup import setup_problems
+from rl_vlm.distributed.setup import sharding_problems
 from rl_vlm.distributed.shardings import Sharding
 from rl_vlm.errors import require_bitsandbytes
 
@@ -101,7 +101,7 @@ class Strategy:
 def select_strategy(ranks: Ranks, config: RunConfig) -> Strategy:
     """Return the strategy that the launcher asks for. Raises an error if it contradicts the run's settings."""
     check_precision(ranks.launch.mixed_precision, config.model.precision)
-    setup_problems(config, ranks.launch.sharding, ranks.world_size).refuse()
+    sharding_problems(config, ranks.launch.sharding).refuse()
     if config.train.optim == "adamw_8bit":
         require_bitsandbytes("train.optim: adamw_8bit")
     return resolve_name(ranks.launch.facts.strategy)(ranks, config)
