@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from hashlib import blake2b
 from importlib.util import find_spec
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from rl_vlm.distributed.installation import installed_versions
 from rl_vlm.distributed.launch_variables import read_launch
 from rl_vlm.distributed.launcher import check_variables
 from rl_vlm.distributed.meeting_point import connect
-from rl_vlm.errors import ConfigError, Finding, Severity, shorten
+from rl_vlm.errors import ConfigError, Finding, LaunchError, Severity, shorten
 from rl_vlm.tools.checks.diagnosis import Checking, Note
 from rl_vlm.tools.checks.machine import existing, unreachable_servers
 from rl_vlm.tools.checks.table import Subject
@@ -160,8 +161,11 @@ def broken_connections(who: str, report: Mapping[str, Any]) -> Iterator[Finding]
 def unequal(found: Mapping[str, Any], expected: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield each name whose values differ, with a text that shows both values."""
     for name in sorted(found.keys() | expected.keys()):
-        here, there = (shorten(str(facts.get(name, "missing")), 80) for facts in (found, expected))
+        here, there = (str(facts.get(name, "missing")) for facts in (found, expected))
         if here != there:
+            equal = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(here, there, strict=False)))
+            start = max(0, equal - 20) if max(len(here), len(there)) > 80 else 0
+            here, there = ("…" * bool(start) + shorten(text[start:], 80) for text in (here, there))
             yield name, f"{here} instead of {there}"
 
 
@@ -174,9 +178,28 @@ def facts_of(config: RunConfig) -> Facts:
     device = (
         {"GPU": f"{torch.cuda.get_device_name()}, {torch.cuda.device_count()} of them"} if cuda else {"GPU": "none"}
     )
-    launch = {f"launcher's {name}": str(value) for name, value in vars(read_launch()).items()}
-    settings = flat_settings(config) | launch
+    settings = flat_settings(config) | launch_facts()
     return {"settings": settings, "packages": packages, "files": named_files(config), "device": device}
+
+
+def launch_facts() -> dict[str, str]:
+    """Return what the launcher asks for, one value per key of its sections, or why it cannot be read."""
+    try:
+        request = vars(read_launch())
+    except LaunchError as error:
+        return {"launcher's request": str(error)}
+    return {
+        f"launcher's {name}": str(value) for key, section in request.items() for name, value in leaves(key, section)
+    }
+
+
+def leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield each value of nested mappings, with its dotted name."""
+    if not isinstance(value, Mapping):
+        yield name, value
+        return
+    for key, inner in value.items():
+        yield from leaves(f"{name}.{key}", inner)
 
 
 def own_source() -> str:
