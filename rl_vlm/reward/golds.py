@@ -42,13 +42,17 @@ class GoldScore(NamedTuple):
     fault: str | None = None
 
 
-def why_not_comparable(reward: Reward, columns: Iterable[str] = ()) -> str | None:
+def why_not_called(reward: Reward, columns: Iterable[str] = ()) -> str | None:
+    """Return the reason why a function cannot score made-up completions, or None if it can."""
+    reads = reward.reads_turns(columns)
+    return "it reads turns or environments, which made-up completions do not have" if reads else None
+
+
+def why_not_comparable(reward: Reward) -> str | None:
     """Return the reason why gold answers as completions say nothing about a function, or None.
 
     Images of made-up completions are not resized, so the pixels of the model's images are those of the data's.
     """
-    if reward.reads_turns(columns):
-        return "it reads turns or environments, which made-up completions do not have"
     if reward.settings.get("solution_times") == "frames":
         return "its gold answers are numbers of frames, and answers have seconds"
     units = [reward.settings.get(name) for name in ("coordinates", "solution_coordinates")]
@@ -60,7 +64,7 @@ def why_not_comparable(reward: Reward, columns: Iterable[str] = ()) -> str | Non
 
 def why_not_scored(reward: Reward, columns: Iterable[str] = ()) -> str | None:
     """Return the reason why a function is not called on the gold answers of all rows, or None if it is called."""
-    if reason := why_not_comparable(reward, columns):
+    if reason := why_not_called(reward, columns) or why_not_comparable(reward):
         return reason
     if reward.worker or is_async(reward.function) or reward.asks_a_model:
         return "it is async, has a timeout or asks a model, so that a call for every row may cost much"

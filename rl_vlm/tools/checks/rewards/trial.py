@@ -31,6 +31,7 @@ from rl_vlm.reward.golds import (
     others_of,
     score_texts,
     spread_over,
+    why_not_called,
     why_not_comparable,
 )  # fmt: skip
 from rl_vlm.reward.suite import RewardSuite
@@ -67,6 +68,8 @@ class Trial:
     reads_gold: bool
     """Whether the function needs a column of gold answers, or scores change with the columns of another row."""
     num_rows: int
+    compares_golds: bool = True
+    """Whether its gold answers have the units of answers, so that they show what the function gives to a right one."""
     empty_columns: list[str] = field(default_factory=list)
     """Columns that the function names but no row fills. An optional one counts only if the data has it."""
     rows: list[TriedRow] = field(default_factory=list)
@@ -105,8 +108,10 @@ def try_functions(
         for reward in suite.functions:
             if reason := why_left_out(reward, data.columns):
                 yield Note(f"{reward.name}: {reason}", is_checked=False)
-            else:
-                found.append(try_function(reward, indices, samples, data.columns))
+                continue
+            if reason := why_not_comparable(reward):
+                yield Note(f"gold answers and cheats of {reward.name}: {reason}", is_checked=False)
+            found.append(try_function(reward, indices, samples, data.columns))
         return found
 
 
@@ -114,7 +119,7 @@ def why_left_out(reward: Reward, columns: Sequence[str]) -> str | None:
     """Return the reason why a function is not called on made-up completions, or None if it is called."""
     if reward.asks_a_model:
         return "it asks a model for each completion"
-    return why_not_comparable(reward, columns)
+    return why_not_called(reward, columns)
 
 
 def read_samples(
@@ -145,7 +150,8 @@ def try_function(reward: Reward, indices: Sequence[int], samples: Sequence[Sampl
     The wrong answer of a row is the gold answer of the next row with a different one.
     """
     known = parameters(reward.function)
-    found = Trial(reward.name, reward.weight, needs_gold(reward, columns), len(samples))
+    compares_golds = why_not_comparable(reward) is None
+    found = Trial(reward.name, reward.weight, needs_gold(reward, columns), len(samples), compares_golds)
     empty = {name for name in reward.columns.difference(OFFERED) if all(s.columns.get(name) is None for s in samples)}
     found.empty_columns = sorted(name for name in empty if name in columns or known[name].default is Parameter.empty)
     with random_states_kept(), chdir("."):
