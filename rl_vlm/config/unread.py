@@ -17,7 +17,8 @@ def unread_settings(settings: Mapping[str, Any]) -> list[str]:
     """
     kept, found = dict(settings), []
     while True:
-        rules = [rule for rule in WITHOUT_EFFECT if any(broken(unchecked(kept), [rule]))]
+        run = unchecked(kept)
+        rules = [rule for rule in WITHOUT_EFFECT if any(broken(run, [rule]))]
         leaves = {leaf for rule in rules for leaf in rule.names.split()}
         names = [name for name in kept if name.split(".")[1] in leaves]
         if not names:

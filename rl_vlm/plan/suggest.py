@@ -12,6 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from rl_vlm.config import yaml_text
 from rl_vlm.config.engines import engines_where
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.config.unread import by_section, unread_settings
@@ -57,7 +58,7 @@ class Setup:
 
     @property
     def name(self) -> str:
-        settings = [f"{key}={str(value).lower()}" for key, value in self.changes.items()]
+        settings = [f"{key}={yaml_text.one_line(value)}" for key, value in self.changes.items()]
         method = next((f"{name}:" for key, name in METHODS.items() if self.changes.get(key)), "")
         return " ".join(filter(None, [method, ", ".join([self.hardware.sharding.name, *settings])]))
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from rl_vlm.config import yaml_text
 from rl_vlm.config.batches import batch_settings, batch_sizes
 from rl_vlm.config.engines import engines_where
 from rl_vlm.config.schema import RunConfig
@@ -191,7 +192,7 @@ def reasons(setup: Setup) -> Iterator[tuple[str, str]]:
         yield sharding.name, "; ".join(effects)
     for key, value in setup.changes.items():
         if effect := EFFECTS.get(key, {}).get(value):
-            yield f"{key}={str(value).lower()}", effect
+            yield f"{key}={yaml_text.one_line(value)}", effect
 
 
 def setup_table(setups: Sequence[Setup], reference: Setup | None = None) -> str:

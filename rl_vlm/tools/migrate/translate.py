@@ -180,8 +180,10 @@ def _misfit(name: str, value: Any) -> str:
 def _leave_out_unread(result: Translation) -> None:
     """Leave out settings that have no effect here because of others."""
     for name in unread_settings(result.settings | result.expected):
-        if result.settings.pop(name, None) is not None and result.assumed.pop(name, None) is None:
-            result.needless.append(name.split(".")[1])
+        if name in result.settings:
+            del result.settings[name]
+            if result.assumed.pop(name, None) is None:
+                result.needless.append(name.split(".")[1])
 
 
 def _problems(result: Translation) -> Iterator[str]:

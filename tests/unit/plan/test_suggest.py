@@ -7,6 +7,7 @@ import pytest
 from rl_vlm.config.load import load_config
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.plan import suggest
+from rl_vlm.plan.build import plan_memory
 from rl_vlm.plan.hardware import GIB, Hardware
 from rl_vlm.plan.suggest import Models, Setup, more_gpus, setup, setups, smallest, with_changes
 from tests.helpers.planned_model import hardware, planned_model, run_config
@@ -192,6 +193,8 @@ def test_settings_without_effect_are_left_out_of_a_change():
     )
     *_, qlora = suggest.adapters(run)
     changed = with_changes(run, qlora)
+    name = Setup(qlora, hardware(80), plan_memory(changed, hardware(80), planned_model(changed)), 1, 1.0).name
+    assert "model.trainable_modules=null, " in name and "model.use_peft=true, " in name
     assert (changed.model.load_in_4bit, changed.model.trainable_modules, changed.rollout.engine) == (True, None, "hf")
     assert "adam_beta2" not in with_changes(run, {"train.optim": "adafactor"}).train.model_fields_set
 
