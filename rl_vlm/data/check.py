@@ -263,7 +263,8 @@ def fitting_rows(usable: UsableRows, builder: PromptBuilder, limit: int | None) 
     a prompt cannot be built or is too long for the model, and `on_bad_row` does not drop it.
     """
     usable = with_frames(usable, builder)
-    return without_bad(usable, list(unfitting_rows(usable, builder, limit)))
+    usable = without_bad(usable, list(frameless_rows(usable)))
+    return without_bad(usable, list(unbuilt_rows(usable, usable.indices, builder, limit)))
 
 
 def with_frames(usable: UsableRows, builder: PromptBuilder) -> UsableRows:
@@ -279,19 +280,31 @@ def with_frames(usable: UsableRows, builder: PromptBuilder) -> UsableRows:
 
 def unfitting_rows(usable: UsableRows, builder: PromptBuilder, limit: int | None) -> Iterator[DroppedRow]:
     """Yield the rows that `fitting_rows` leaves out, first those of whose videos no frames can be chosen."""
-    rows, longest, with_frames = usable.rows, builder.max_tokens, []
+    frameless = list(frameless_rows(usable))
+    yield from frameless
+    bad = {each.finding.row for each in frameless}
+    yield from unbuilt_rows(usable, [row for row in usable.indices if row not in bad], builder, limit)
+
+
+def frameless_rows(usable: UsableRows) -> Iterator[DroppedRow]:
+    """Yield the rows of whose videos no frames can be chosen."""
     for row in usable.indices:
         try:
             usable.pixels_of(row)
-            with_frames.append(row)
         except DataError as error:
-            yield dropped_row(rows, row, bad_row(rows, row, error))
-    to_build = with_frames
+            yield dropped_row(usable.rows, row, bad_row(usable.rows, row, error))
+
+
+def unbuilt_rows(
+    usable: UsableRows, indices: Sequence[int], builder: PromptBuilder, limit: int | None
+) -> Iterator[DroppedRow]:
+    """Yield those of the rows whose prompts cannot be built or are too long."""
+    rows, longest = usable.rows, builder.max_tokens
     if limit is None:
-        to_build = [i for i in with_frames if longest is not None and usable.text_bytes.get(i, 0) > longest]
-    if len(to_build) > 1:
-        logger.info("counting the tokens of %d prompts of %s", len(to_build), rows.name)
-    for row in to_build:
+        indices = [i for i in indices if longest is not None and usable.text_bytes.get(i, 0) > longest]
+    if len(indices) > 1:
+        logger.info("counting the tokens of %d prompts of %s", len(indices), rows.name)
+    for row in indices:
         if (found := unfitting_row(rows, row, builder, limit)) is not None:
             yield found
 

@@ -145,11 +145,14 @@ def check_evaluation_launch(launch: Launch, dtype: str | None) -> None:
 
 
 def check_precision(mixed_precision: str, dtype: str | None) -> None:
-    """Raise LaunchError if the launcher's mixed precision contradicts `model.dtype`, unless that is not set yet."""
-    if dtype is not None and mixed_precision not in ("no", {"bfloat16": "bf16", "float32": "no"}[dtype]):
+    """Raise LaunchError if the launcher's mixed precision contradicts `model.dtype`.
+
+    If that is not set yet, it is float32 or bfloat16.
+    """
+    if mixed_precision not in ("no", {"bfloat16": "bf16", "float32": "no", None: "bf16"}[dtype]):
         raise LaunchError(
-            f"the launcher asks for mixed_precision {mixed_precision}, but model.dtype is {dtype}: set mixed_precision "
-            'to "no", and choose the precision with model.dtype (float32 or bfloat16)'
+            f"the launcher asks for mixed_precision {mixed_precision}, but model.dtype is {dtype or 'not set'}: set "
+            'mixed_precision to "no", and choose the precision with model.dtype (float32 or bfloat16)'
         )
 
 

@@ -212,14 +212,14 @@ def test_what_is_not_trained_with_is_refused(monkeypatch, variables: dict[str, s
         take_launch()
 
 
-@pytest.mark.parametrize("dtype, accepted", [("float32", {"no"}), ("bfloat16", {"no", "bf16"})])
-def test_the_launcher_s_precision_must_be_that_of_the_run(dtype: str, accepted: set[str]):
+@pytest.mark.parametrize("dtype, accepted", [("float32", {"no"}), ("bfloat16", {"no", "bf16"}), (None, {"no", "bf16"})])
+def test_the_launcher_s_precision_must_be_that_of_the_run(dtype: str | None, accepted: set[str]):
     for mixed_precision in ("no", "bf16", "fp16", "fp8"):
         if mixed_precision in accepted:
             check_precision(mixed_precision, dtype)
         else:
             with pytest.raises(
-                LaunchError, match=f"mixed_precision {mixed_precision}, but model.dtype is {dtype}: set"
+                LaunchError, match=f"mixed_precision {mixed_precision}, but model.dtype is {dtype or 'not set'}: set"
             ):
                 check_precision(mixed_precision, dtype)
 
