@@ -279,7 +279,7 @@ def with_frames(usable: UsableRows, builder: PromptBuilder) -> UsableRows:
 
 
 def unfitting_rows(usable: UsableRows, builder: PromptBuilder, limit: int | None) -> Iterator[DroppedRow]:
-    """Yield the rows that `fitting_rows` leaves out, first those of whose videos no frames can be chosen."""
+    """Yield the rows that `fitting_rows` leaves out. Rows without frames come first."""
     frameless = list(frameless_rows(usable))
     yield from frameless
     bad = {each.finding.row for each in frameless}
@@ -287,7 +287,7 @@ def unfitting_rows(usable: UsableRows, builder: PromptBuilder, limit: int | None
 
 
 def frameless_rows(usable: UsableRows) -> Iterator[DroppedRow]:
-    """Yield the rows of whose videos no frames can be chosen."""
+    """Yield the rows with a video for which the processor cannot choose frames."""
     for row in usable.indices:
         try:
             usable.pixels_of(row)
@@ -298,7 +298,7 @@ def frameless_rows(usable: UsableRows) -> Iterator[DroppedRow]:
 def unbuilt_rows(
     usable: UsableRows, indices: Sequence[int], builder: PromptBuilder, limit: int | None
 ) -> Iterator[DroppedRow]:
-    """Yield those of the rows whose prompts cannot be built or are too long."""
+    """Yield the rows among `indices` whose prompts cannot be built or are too long."""
     rows, longest = usable.rows, builder.max_tokens
     if limit is None:
         indices = [i for i in indices if longest is not None and usable.text_bytes.get(i, 0) > longest]

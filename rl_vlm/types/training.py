@@ -62,7 +62,7 @@ class TrainerState:
 
 
 class FaultKey(NamedTuple):
-    """What failed on completions, and how. Metrics have it as a text, for instance `slow_judge/timeout`."""
+    """The function and the kind of a fault. Metrics have it as a text, for instance `slow_judge/timeout`."""
 
     function: str
     """The name of a reward function, `environment`, or `all` if no function applies."""

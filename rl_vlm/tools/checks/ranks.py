@@ -183,7 +183,7 @@ def facts_of(config: RunConfig) -> Facts:
 
 
 def launch_facts() -> dict[str, str]:
-    """Return what the launcher asks for, one value per key of its sections, or why it cannot be read."""
+    """Return the launcher's request, with one value per key of its sections. If it cannot be read, return the error."""
     try:
         request = vars(read_launch())
     except LaunchError as error:
