@@ -71,7 +71,7 @@ def findings_of(trial: Trial) -> Iterator[Finding]:
         return
     for check in (faults, empty_columns, not_deterministic, slow):
         yield from check(trial)
-    if not trial.compares_golds:
+    if trial.not_compared:
         return
     if not trial.numbers():
         message = "it gives no completion a number: it fails, or returns None, for all of them"

@@ -42,7 +42,7 @@ def figures(trial: Trial) -> dict[str, Any]:
 def oddest(trial: Trial) -> list[dict[str, Any]]:
     """Return the rows with the smallest margin of the gold answer over the best cheat, in ascending order."""
     odd = []
-    for row in trial.rows if trial.compares_golds else ():
+    for row in () if trial.not_compared else trial.rows:
         found = {name: cheat_score(row.scores, name) for name in cheats_to_try(trial.reads_gold)}
         cheats = {name: score for name, score in found.items() if score is not None}
         if row.best_gold is None or not cheats:

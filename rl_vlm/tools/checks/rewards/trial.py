@@ -68,8 +68,8 @@ class Trial:
     reads_gold: bool
     """Whether the function needs a column of gold answers, or scores change with the columns of another row."""
     num_rows: int
-    compares_golds: bool = True
-    """Whether its gold answers have the units of answers, so that they show what the function gives to a right one."""
+    not_compared: str | None = None
+    """The reason why gold answers and cheats are not compared, if there is one."""
     empty_columns: list[str] = field(default_factory=list)
     """Columns that the function names but no row fills. An optional one counts only if the data has it."""
     rows: list[TriedRow] = field(default_factory=list)
@@ -109,9 +109,10 @@ def try_functions(
             if reason := why_left_out(reward, data.columns):
                 yield Note(f"{reward.name}: {reason}", is_checked=False)
                 continue
-            if reason := why_not_comparable(reward):
-                yield Note(f"gold answers and cheats of {reward.name}: {reason}", is_checked=False)
-            found.append(try_function(reward, indices, samples, data.columns))
+            trial = try_function(reward, indices, samples, data.columns)
+            if trial.not_compared:
+                yield Note(f"gold answers and cheats of {trial.name}: {trial.not_compared}", is_checked=False)
+            found.append(trial)
         return found
 
 
@@ -150,8 +151,8 @@ def try_function(reward: Reward, indices: Sequence[int], samples: Sequence[Sampl
     The wrong answer of a row is the gold answer of the next row with a different one.
     """
     known = parameters(reward.function)
-    compares_golds = why_not_comparable(reward) is None
-    found = Trial(reward.name, reward.weight, needs_gold(reward, columns), len(samples), compares_golds)
+    not_compared = why_not_comparable(reward)
+    found = Trial(reward.name, reward.weight, needs_gold(reward, columns), len(samples), not_compared)
     empty = {name for name in reward.columns.difference(OFFERED) if all(s.columns.get(name) is None for s in samples)}
     found.empty_columns = sorted(name for name in empty if name in columns or known[name].default is Parameter.empty)
     with random_states_kept(), chdir("."):
