@@ -1,5 +1,6 @@
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -10,7 +11,12 @@ from tests.tiny.cache import CACHE
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Give all test processes one folder for tiny checkpoints."""
+    """Give all test processes one folder for tiny checkpoints, and let SIGINT end the programs that they start.
+
+    A shell ignores SIGINT in the commands that it runs in the background, and programs inherit that.
+    """
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if not hasattr(config, "workerinput"):
         os.environ[CACHE] = tempfile.mkdtemp(prefix="rl_vlm_tiny_")
 

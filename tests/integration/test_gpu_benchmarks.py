@@ -34,6 +34,7 @@ FIGURES = {
     "training_3b_checkpointing": {"ms_per_group", "unique_tokens_per_s"},
     "training_3b_lora": {"ms_per_group", "unique_tokens_per_s"},
     "training_7b": {"ms_per_group", "unique_tokens_per_s"},
+    "step_parts": {"part", "way", "ms"},
     "attention": {"forward_ms"},
     "rollouts": {"tokens_per_s", "prefill_share", "decode_step_ms"},
     "digits": {"seconds", "stages"},

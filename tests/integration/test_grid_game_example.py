@@ -1,6 +1,7 @@
 """`configs/grid_game.yaml` plays whole games, and trains on them."""
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pyarrow.parquet
@@ -22,6 +23,9 @@ def test_a_run_starts_from_random_games(tmp_path: Path) -> None:
     assert lines[0]["environment/failed_steps"] < 0.1
     rows = pyarrow.parquet.read_table(next((tmp_path / "completions").glob("completions_*.parquet"))).to_pylist()
     assert all(row["fault"] is None for row in rows)
-    assert {row["finish_reason"] for row in rows} == {"stop", "turns"}
+    reasons = Counter(row["finish_reason"] for row in rows)
+    assert reasons.keys() <= {"stop", "turns", "length"}
+    assert reasons["stop"] and reasons["turns"]
+    assert reasons["length"] < 0.05 * len(rows)  # a random model rarely leaves the end of the turn out
     solved = [row for row in rows if row["solved"] == 1]
     assert 0 < len(solved) < 0.5 * len(rows)

@@ -137,8 +137,8 @@ def test_a_signal_to_the_launcher_saves_the_run(number, tiny_checkpoint, tmp_pat
         time.sleep(0.2)
     assert len(processes_of(str(run))) >= 3
     process.send_signal(number)
-    assert none_is_left(str(run), seconds=60)
-    _, log = process.communicate()
+    _, log = process.communicate(timeout=60)  # ranks without a launcher write more than a pipe holds
+    assert none_is_left(str(run))
     assert process.returncode != 0
     (saved,) = store.complete(run)
     assert store.step_of(saved) == len(metric_lines(run)), log

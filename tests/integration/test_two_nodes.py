@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,10 +60,13 @@ def printed_commands(config: str, capsys: pytest.CaptureFixture[str]) -> list[st
 def start(machine: str, commands: str, mark: str) -> subprocess.Popen[str]:
     """Run the commands of a machine in its namespace, on its CPU."""
     variables = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "rlvlm0", MARK: mark}
+    # The commands need `accelerate`, also if .venv is not active.
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     commands = f"# {commands}"  # the rest of the comment that names the machine
     return subprocess.Popen(
         ["ip", "netns", "exec", machine, "bash", "-c", commands], cwd=REPOSITORY, text=True, start_new_session=True,
-        env=os.environ | variables | {"PYTHONPATH": str(REPOSITORY)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        env=os.environ | variables | {"PYTHONPATH": str(REPOSITORY), "PATH": path},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
 
 
