@@ -75,7 +75,7 @@ def test_no_plan_takes_more_than_the_bound(family: str, tmp_path: Path):
         assert plan.training.total < bytes_at_most(config, checkpoint, prompt, 8192)
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", *in_tiers(["glm4v", "internvl"], (), ())])
+@pytest.mark.parametrize("family", in_tiers(["qwen2_5_vl", "glm4v", "internvl"], (), {"glm4v"}))
 def test_the_plan_of_a_video_has_its_true_size(family: str, tmp_path: Path):
     checkpoint = build_tiny(family, tmp_path / "model")
     config = make_config(str(checkpoint), tmp_path, micro_batch_tokens=8192)

@@ -31,7 +31,7 @@ def memory_of_another_run() -> Iterator[list[Path]]:
         path.unlink(missing_ok=True)
 
 
-@pytest.mark.parametrize("tensor_parallel_size", [1, 2])
+@pytest.mark.parametrize("tensor_parallel_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_two_ranks_sample_from_the_policys_weights(
     tensor_parallel_size: int, memory_of_another_run: list[Path], tmp_path: Path
 ) -> None:
