@@ -11,12 +11,7 @@ from tests.tiny.cache import CACHE
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Give all test processes one folder for tiny checkpoints, and let SIGINT end the programs that they start.
-
-    A shell ignores SIGINT in the commands that it runs in the background, and programs inherit that.
-    """
-    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    """Give all test processes one folder for tiny checkpoints."""
     if not hasattr(config, "workerinput"):
         os.environ[CACHE] = tempfile.mkdtemp(prefix="rl_vlm_tiny_")
 
@@ -30,6 +25,14 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def path_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take back folders that a test adds to the module path, as loading a user's function does."""
     monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+@pytest.fixture(autouse=True)
+def interruptible() -> Iterator[None]:
+    """Let SIGINT end a test, and the programs that it starts. A shell's commands in the background ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(autouse=True)

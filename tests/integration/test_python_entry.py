@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -253,14 +252,6 @@ def test_within_a_window_another_function_is_refused(tiny_checkpoint, tmp_path):
     trainer(tiny_checkpoint, tmp_path, reward_funcs=SUMS[97], max_steps=1, **WITHIN_WINDOW).train()
     with pytest.raises(CheckpointError, match=r"`rewards\.reward_funcs` \['python:<lambda>#\w{12}'\] -> \['python:"):
         trainer(tiny_checkpoint, tmp_path, reward_funcs=SUMS[89], max_steps=2, **WITHIN_WINDOW).train(True)
-
-
-@pytest.fixture(autouse=True)
-def interruptible() -> Iterator[None]:
-    """A process in the background may ignore Ctrl-C."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 def interrupt() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +20,6 @@ from tests.helpers.two_processes import CPU, launch, start
 
 ON_TWO = ("--config_file", str(CPU), "--num_processes", "2")
 RESTARTED = ("--max_restarts", "1")
-
-
-@pytest.fixture(autouse=True)
-def interruptible() -> Iterator[None]:
-    """Children of a process that ignores Ctrl-C, as one in the background may, would ignore it too."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 def write_config(directory: Path, model: Path, **settings: Any) -> str:

@@ -28,14 +28,6 @@ from rl_vlm.rollout.vllm.in_process import before_steps
 from tests.unit.reward.test_suite import STATE, group
 
 
-@pytest.fixture(autouse=True)
-def sigint_handled() -> Iterator[None]:
-    """Handle SIGINT, which a job in the background ignores."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 def wait_until(condition: Callable[[], bool]) -> None:
     end = time.monotonic() + 10
     while not condition():
